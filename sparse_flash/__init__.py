@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+if not _find_spec(".patterns", __name__):  # a top-level folder of the checkout, which only an installation knows by this name
+    _checkout = _PurePath(__file__).parent.parent
+    raise ModuleNotFoundError(
+        f"sparse_flash must be installed; got its checkout on the path, {_checkout}; run pip install -e {_checkout}",
+        name=f"{__name__}.patterns",
+    )
+
 # PyTorch takes seconds to load. ``sparse-flash --help`` and ``python -m sparse_flash --help`` do without: in their process
 # ``__getattr__`` finds the names. (A program that -m names is called "-m" until its module is found.)
 _program = _sys.argv[0] if _sys.argv else ""
@@ -40,4 +47,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})  # type: ignore[misc]
+    return sorted({*filter(lambda name: name.startswith("__"), globals()), "integrations", *__getattr__("__all__")})  # type: ignore[misc]

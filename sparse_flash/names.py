@@ -17,6 +17,7 @@ from .masks.compiler import compile_mask
 from .masks.fields import positive_int
 from .masks.parsing import parse
 from .masks.pattern import DerivedPattern, Pattern
+from .masks.pattern import PerBatch as per_batch
 from .masks.pattern import PerHead as per_head
 from .masks.registry import list_patterns, register_pattern
 from .masks.rules import DistancePattern, RunPattern, UnitPattern
@@ -58,6 +59,7 @@ __all__ = [
     "list_patterns",
     "masks_of",
     "parse",
+    "per_batch",
     "per_head",
     "positive_int",
     "record_masks",

@@ -12,8 +12,8 @@ import torch
 
 import sparse_flash
 from sparse_flash.masks.block_mask import BlockMask, check_batch_and_heads
-from sparse_flash.masks.compiler import head_patterns
-from sparse_flash.masks.pattern import Pattern
+from sparse_flash.masks.compiler import entry_patterns
+from sparse_flash.masks.pattern import Pattern, PerBatch
 
 from .cases import Case, CompileCase, Mask, Shape
 
@@ -95,8 +95,10 @@ def build_problem(case: Case, device: torch.device, dtype: torch.dtype, gradient
 def parse_and_compile(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:
     specs = mask.spec if isinstance(mask.spec, tuple) else (mask.spec,)
     patterns = tuple(sparse_flash.parse(spec) if isinstance(spec, str) else spec for spec in specs)
+    if isinstance(patterns[0], PerBatch):
+        raise ValueError(f"the benchmark's mask must be that of all sequences; got {patterns[0]}; pass one of its patterns")
     if len(patterns) == 1:
-        patterns = head_patterns(patterns[0])
+        patterns = entry_patterns(patterns[0])
     if len(patterns) == 1:
         return patterns, sparse_flash.compile_mask(patterns[0], tokens, block_size=mask.block_size, device=device)
     return patterns, BlockMask.per_head(patterns, q_len=tokens, block_size=mask.block_size, device=device)

@@ -270,23 +270,34 @@ class SparseAttention(nn.Module):
             self.select = replace(self.select, always=_moved(self.select.always, fn))
         return self
 
-    def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cache: KeyValueCache | None = None, *, mask: Pattern | str | BlockMask | None = None
+    ) -> torch.Tensor:
         """x: (batch, tokens, dim); returns the same shape. With a cache, x holds the tokens after the cached ones; they attend to
         both and are appended, without gradients. If the mask has a chooser, up to 64 tokens at a time choose no blocks: they attend
-        to all that stands before its choosers. Raises ValueError for shapes that do not fit, and for a cache of a layer whose mask
-        is a plan, which drops weights out, or whose keys or values require gradients. If it raises, the cache is as before.
+        to all that stands before its choosers.
+        mask: of this call, in place of the layer's, such as the paragraphs of x; None for the layer's. Not saved with the layer.
+
+        Raises ValueError for shapes that do not fit; for a cache of a layer whose mask is a plan, which drops weights out, or whose
+        keys or values require gradients; and for a mask beside a plan or select. If it raises, the cache is as before.
 
         Within torch.compile and without gradients, up to 64 tokens at a time attend to the cache's full capacity, masked by the
         token count, so new tokens compile nothing after the first few."""
         dropout_p = self.dropout_p if self.training else 0.0
         self._check_inputs(x, cache, dropout_p)
+        if mask is None:
+            mask = self._traceable_mask if torch.compiler.is_compiling() else self._mask
+        elif self._plan is not None or self.select is not None:
+            rival = "plan" if self.select is None else "select"
+            raise ValueError(f"mask must be None for a layer with a {rival}; got a {type(mask).__name__}; leave it out")
+        elif not isinstance(mask, (Pattern, str, BlockMask)):
+            mask = convert_foreign_mask(mask)
         q, k, v = self._project(x, cache)
         if cache is not None and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError(
                 "a layer with a cache gives no gradients, and its keys or values require some; call it under torch.no_grad(), or "
                 "without a cache to train"
             )
-        mask = self._traceable_mask if torch.compiler.is_compiling() else self._mask
         if self._plan is not None:
             options: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": self.deterministic, "backend": self.backend}
             out = self._plan.attention(q, k, v, select=self.select, **options)

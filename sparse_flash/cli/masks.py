@@ -58,7 +58,9 @@ def show(
     q_len: Annotated[int | None, _q_len_option(4096)] = None,
     kv_len: KvLen = None,
     block_size: BlockSize = 128,
-    level: Annotated[str, typer.Option(help="tokens, blocks, or auto: tokens where they all fit the picture.")] = "auto",
+    level: Annotated[
+        str, typer.Option(help="tokens, blocks, visited (what the blocks cost), or auto: tokens if all fit.")
+    ] = "auto",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a .png or .svg file too.")] = None,
     video: Video = None,
     imports: Imports = None,

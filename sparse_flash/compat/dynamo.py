@@ -45,10 +45,10 @@ def outside_graphs(function: FUNCTION) -> FUNCTION:
     return cast(FUNCTION, call)
 
 
-def mark_length_dynamic(tensor, dim: int) -> None:
-    """torch.compile treats the length of this dimension as dynamic, unless something reads its value: no recompilation for another
-    length. This is the mark that torch._dynamo.maybe_mark_dynamic sets."""
-    tensor._dynamo_weak_dynamic_indices = {dim}
+def mark_lengths_dynamic(tensor, *dims: int) -> None:
+    """torch.compile treats the lengths of these dimensions as dynamic, unless something reads their values: no recompilation for
+    other lengths. This is the mark that torch._dynamo.maybe_mark_dynamic sets."""
+    tensor._dynamo_weak_dynamic_indices = set(dims)
 
 
 def with_fixed_lengths(tensor):
@@ -56,6 +56,18 @@ def with_fixed_lengths(tensor):
     torch._dynamo.mark_static sets."""
     tensor._dynamo_static_indices = set(range(tensor.dim()))
     return tensor
+
+
+def position_in_graph() -> tuple[tuple[tuple[str, int | None], ...], int, int] | None:
+    """Where torch.compile is in the code that it traces: (file and line of each call on the stack, number of the compiled function,
+    how often that was compiled before). None outside of torch.compile."""
+    from torch._guards import CompileContext, TracingContext
+
+    compiled = CompileContext.current_compile_id()
+    if compiled is None or compiled.frame_id is None or compiled.frame_compile_id is None or TracingContext.try_get() is None:
+        return None
+    calls = tuple((frame.filename, frame.lineno) for frame in TracingContext.extract_stack())
+    return calls, compiled.frame_id, compiled.frame_compile_id
 
 
 def keep_saved_tensors() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-from ..compat.dynamo import mark_length_dynamic, outside_graphs, outside_inference, with_fixed_lengths
+from ..compat.dynamo import mark_lengths_dynamic, outside_graphs, outside_inference, with_fixed_lengths
 from ..compat.pytorch import is_recorded
 from .costs import is_dense_as_fast
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, check_index
@@ -31,8 +31,21 @@ Device: TypeAlias = torch.device | str
 _host_masks: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
 
+def _public(names: Iterable[str]) -> list[str]:
+    """What ``dir`` shows of a BlockMask: what users read of it, and not what the package keeps with it."""
+    fields = "q_len kv_len block_size keeps_all mask_index by_query by_key tile_runs tile_bits device masks nbytes "
+    makers = "from_blocks from_bsr from_dense from_flex from_lists from_mask_mod per_batch per_head select to transpose "
+    contents = "density block_density block_states kept_blocks kept_keys to_dense is_causal equal"
+    return [name for name in names if name in (fields + makers + contents).split() or name.startswith("__")]
+
+
+class _ShowsPublicNames(type):
+    def __dir__(cls) -> list[str]:
+        return _public(super().__dir__())
+
+
 @dataclass(frozen=True, eq=False)
-class BlockMask:
+class BlockMask(metaclass=_ShowsPublicNames):
     """Which blocks of the attention matrix to visit, and which pairs to keep in partial blocks.
 
     Create one with ``compile_mask``, ``BlockMask.from_blocks`` or ``BlockMask.per_head``. Immutable.
@@ -81,6 +94,7 @@ class BlockMask:
         from_flex = staticmethod(methods.from_flex)
         from_lists = staticmethod(methods.from_lists)
         from_mask_mod = staticmethod(methods.from_mask_mod)
+        per_batch = staticmethod(methods.per_batch)
         per_head = staticmethod(methods.per_head)
         select = methods.select
         transpose = methods.transpose
@@ -89,13 +103,16 @@ class BlockMask:
         by_document = property(methods.by_document)
 
     def __post_init__(self) -> None:
-        # Otherwise torch.compile would recompile for each table length, and each mask has its own.
+        # Otherwise torch.compile would recompile for each table length and number of stored masks, and each mask has its own.
         if torch.compiler.is_compiling():
             return
-        for tensor in (self.by_query.col_idx, self.by_query.tile_idx, self.by_key.col_idx, self.by_key.tile_idx, *self.tiles):
-            mark_length_dynamic(tensor, 0)
-        for tensor in (self.by_query.work, self.by_query.splits, self.by_key.work, self.by_key.splits):
-            mark_length_dynamic(tensor, 1)
+        for table in (self.by_query, self.by_key):
+            for tensor in (table.col_idx, table.tile_idx, table.row_ptr, table.row_split, table.row_order):
+                mark_lengths_dynamic(tensor, 0)
+            for tensor in (table.work, table.splits):
+                mark_lengths_dynamic(tensor, 0, 1)
+        for tensor in self.tiles:
+            mark_lengths_dynamic(tensor, 0)
         if self.from_host and type(self.by_query.work) is torch.Tensor and not self.by_query.work.is_meta:
             _host_masks.setdefault(self.by_query.work.data_ptr(), self)
 
@@ -389,6 +406,9 @@ class BlockMask:
         """Whether both keep the same pairs in the same table (compiled tables are canonical)."""
         mine, theirs = ([m.mask_index, *m.by_query.in_use(), *m.by_key.in_use(), *m.tiles] for m in (self, other))
         return self.sizes == other.sizes and all(torch.equal(a, b.to(a.device)) for a, b in zip(mine, theirs, strict=True))
+
+    def __dir__(self) -> list[str]:
+        return _public(super().__dir__())
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

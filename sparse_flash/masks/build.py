@@ -87,10 +87,10 @@ def from_heads(masks: list[BlockMask], batch: int, heads: int) -> BlockMask:
     stored once. Raises ValueError for masks of several heads, or of other lengths or blocks than the first."""
     for number, mask in enumerate(masks):
         if mask.mask_index.numel() != 1:
-            raise ValueError(f"per_head needs masks of one head each; mask {number} has {tuple(mask.mask_index.shape)}")
+            raise ValueError(f"masks to join must be of one head each; mask {number} has {tuple(mask.mask_index.shape)}")
         if mask.sizes != masks[0].sizes:
             raise ValueError(
-                "per_head needs masks of one (q_len, kv_len, block_size); "
+                "masks to join must have one (q_len, kv_len, block_size); "
                 f"mask 0 has {masks[0].sizes}, mask {number} has {mask.sizes}"
             )
     digests = [mask.digest for mask in masks]

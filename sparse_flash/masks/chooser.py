@@ -18,7 +18,7 @@ from .fit import named_len
 from .grid import BlockGrid
 from .memory import cached_until_cleared
 from .parsing import parse, text_of
-from .pattern import And, DerivedPattern, Or, Pattern, PerHead, short_text
+from .pattern import And, DerivedPattern, Or, Pattern, PerBatch, PerHead, short_text
 from .registry import list_registered, register_pattern
 
 CHOOSER = TypeVar("CHOOSER", bound="Chooser")
@@ -186,6 +186,8 @@ def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
     """The choice of all heads, or of each head for ``per_head``. Raises ValueError for expressions that mix patterns and choosers
     in another way than ``within & (chooser | always)``, choosers of different blocks, and causal beside a chooser alone."""
     pattern = _expand_choosers(parse(spec) if isinstance(spec, str) else spec)
+    if isinstance(pattern, PerBatch):
+        raise ValueError(f"per_batch takes patterns without choosers; got {short_text(pattern)}; call once for each sequence")
     heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
     chosen = {head: _choice_of(head) for head in heads if _has_choosers(head)}
     choosers = [chooser for choice in chosen.values() for chooser in choice.choosers]

@@ -24,7 +24,7 @@ from .fields import BEYOND
 from .fit import check_fit
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .parsing import parse
-from .pattern import And, DerivedPattern, Not, Or, Pattern, PerHead, Runs, short_text
+from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, Runs, short_text
 from .progress import progress_bar
 from .rules import RunPattern, block_states
 from .table import Entries, FullBlocks
@@ -67,7 +67,7 @@ def compile_mask(
     if longest >= 2**31:  # kernels count tokens in 32 bits, and the table's rows alone would take tens of gigabytes
         raise ValueError(f"q_len and kv_len must be at most 2^31 - 1 tokens; got {longest:,}; split the sequence")
     check_fit(pattern, grid.q_len, grid.kv_len)
-    return _compile_heads(pattern.bind_length(grid.kv_len), grid, progress).to(device or "cpu")
+    return _compile_entries(pattern.bind_length(grid.kv_len), grid, progress).to(device or "cpu")
 
 
 def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: Device) -> BlockMask:
@@ -75,7 +75,7 @@ def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
     tokens may name any."""
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     try:
-        return _compile_heads(pattern, BlockGrid(q_len, kv_len, block_size), None).to(device)
+        return _compile_entries(pattern, BlockGrid(q_len, kv_len, block_size), None).to(device)
     except IndexError as error:
         raise ValueError(
             f"{short_text(pattern, 200)} must take positions up to {kv_len - 1}, as lengths are rounded up here; it failed: {error}"
@@ -83,18 +83,19 @@ def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
         ) from error
 
 
-def _compile_heads(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> BlockMask:
+def _compile_entries(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> BlockMask:
     for leaf in pattern.leaves():
         if isinstance(leaf, Chooser):
             raise leaf.missing_content_error()
-    heads, made = tuple(one.map_leaves(_expand_derived) for one in head_patterns(pattern)), {}
-    for one in dict.fromkeys(heads):
+    whole, made = pattern.map_leaves(_expand_derived), {}
+    entries, batch_heads = (whole.patterns, whole.batch_heads) if isinstance(whole, PerEntry) else ((whole,), (1, 1))
+    for one in dict.fromkeys(entries):
         try:
             made[one] = with_coarse(_Compilation(one, grid, progress).run())
         except Exception as error:  # of a rule, mostly, where its text says nothing of masks
             error.add_note(f"while compiling {short_text(pattern, 200)} for {grid.q_len} queries and {grid.kv_len} keys")
             raise
-    return from_heads([made[one] for one in heads], 1, len(heads)) if len(heads) > 1 else made[heads[0]]
+    return from_heads([made[one] for one in entries], *batch_heads) if len(entries) > 1 else made[entries[0]]
 
 
 class _Compilation:
@@ -302,10 +303,10 @@ class _Compilation:
         return pack_runs(first, stop)
 
 
-def head_patterns(pattern: Pattern) -> tuple[Pattern, ...]:
-    """The pattern of each query head, also within derived patterns; the pattern itself where all heads have the same."""
+def entry_patterns(pattern: Pattern) -> tuple[Pattern, ...]:
+    """The pattern of each query head or sequence, also within derived patterns; the pattern itself where all have the same."""
     whole = pattern.map_leaves(_expand_derived)
-    return whole.patterns if isinstance(whole, PerHead) else (pattern,)
+    return whole.patterns if isinstance(whole, PerEntry) else (pattern,)
 
 
 def _expand_derived(leaf: Pattern) -> Pattern:

@@ -9,17 +9,17 @@ import numpy as np
 from ..compat.constants import constant_in_graphs
 from .memory import cached_until_cleared
 from .parsing import parse
-from .pattern import Pattern, PerHead, layout_of, own_name, short_text
+from .pattern import Pattern, PerEntry, layout_of, own_name, short_text
 
 
 def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
     """Raises ValueError for a pattern that names tokens which these lengths have not, or that leaves out some which they have."""
-    if isinstance(pattern, PerHead):
+    if isinstance(pattern, PerEntry):
         for one in dict.fromkeys(pattern.patterns):
             try:
                 check_fit(one, q_len, kv_len)
             except ValueError as error:
-                raise ValueError(f"per_head: patterns[{pattern.patterns.index(one)}]: {error}") from None
+                raise ValueError(f"{pattern.name}: patterns[{pattern.patterns.index(one)}]: {error}") from None
         return
     leaves = list(pattern.leaves())
     _warn_of_causal_tiles(pattern, leaves)

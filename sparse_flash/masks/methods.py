@@ -141,26 +141,45 @@ def per_head(
     masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the given lengths and block
     size, or for the lengths and block size of the first BlockMask in the list. Raises ValueError where lengths differ.
     """
+    compiled, device = _compile_each("per_head", masks, q_len, kv_len, block_size, device)
+    return from_heads(compiled, 1, len(compiled)).to(device)
+
+
+@outside_graphs
+def per_batch(
+    masks: Iterable[MaskLike],
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    block_size: int = 128,
+    device: Device | None = None,
+) -> BlockMask:
+    """One mask per sequence of a batch, for all heads; otherwise as ``per_head``."""
+    compiled, device = _compile_each("per_batch", masks, q_len, kv_len, block_size, device)
+    return from_heads(compiled, len(compiled), 1).to(device)
+
+
+def _compile_each(
+    name: str, masks: Iterable[MaskLike], q_len: int | None, kv_len: int | None, block_size: int, device: Device | None
+) -> tuple[list[BlockMask], Device]:
+    """Each of the masks on the CPU, and where they go."""
     if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
-        raise TypeError(f"per_head needs a list of patterns or masks, one for each head; got {type(masks).__name__}")
+        raise TypeError(f"{name} needs a list of patterns or masks; got {type(masks).__name__}")
     masks = [from_flex_cached(mask) if isinstance(mask, FlexMask) else mask for mask in masks]
     if not masks:
-        raise ValueError("per_head needs one pattern or mask for each query head; got an empty list")
+        raise ValueError(f"{name} needs at least one pattern or mask; got an empty list")
     first = next((m for m in masks if isinstance(m, BlockMask)), None)
     if first is not None:
-        for name, given, own in (("q_len", q_len, first.q_len), ("kv_len", kv_len, first.kv_len)):
+        for length, given, own in (("q_len", q_len, first.q_len), ("kv_len", kv_len, first.kv_len)):
             if given is not None and given != own:
-                raise ValueError(f"per_head got {name}={given} and a mask of {own}; leave {name} out, or compile the mask for it")
+                raise ValueError(f"{name} got {length}={given} and a mask of {own}; leave {length} out, or compile the mask for it")
         q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
         device = device or first.device
-    compiled: list[BlockMask] = []
     cache: dict[object, BlockMask] = {}
-    for item in masks:
-        key = item if isinstance(item, (Pattern, str)) else id(item)
+    keys = [item if isinstance(item, (Pattern, str)) else id(item) for item in masks]
+    for key, item in zip(keys, masks, strict=True):
         if key not in cache:
             cache[key] = as_block_mask(item, q_len=q_len, kv_len=kv_len, block_size=block_size).to("cpu")
-        compiled.append(cache[key])
-    return from_heads(compiled, 1, len(compiled)).to(device or "cpu")
+    return [cache[key] for key in keys], device or "cpu"
 
 
 def tall(self: BlockMask) -> KernelTables | None:
@@ -187,7 +206,7 @@ def _derive_once(mask: BlockMask, name: str, make: Callable[[BlockMask], KernelT
     return cast("KernelTables | None", mask.__dict__[name])
 
 
-for _make in (from_blocks, from_bsr, from_dense, from_flex, from_lists, from_mask_mod, per_head):
+for _make in (from_blocks, from_bsr, from_dense, from_flex, from_lists, from_mask_mod, per_batch, per_head):
     setattr(BlockMask, _make.__name__, staticmethod(_make))
 for _method in (select, transpose, in_blocks_of):
     setattr(BlockMask, _method.__name__, _method)

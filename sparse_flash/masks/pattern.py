@@ -345,11 +345,14 @@ class _Composite(_Expression):
 
     @classmethod
     def of(cls, *operands: Pattern) -> Pattern:
-        if heads := {len(o.patterns) for o in operands if isinstance(o, PerHead)}:
-            if len(heads) > 1:
-                raise ValueError(f"patterns by head must be for as many heads to combine; got {sorted(heads)}")
-            each = [o.patterns if isinstance(o, PerHead) else (o,) * max(heads) for o in operands]
-            return PerHead(tuple(cls.of(*one) for one in zip(*each, strict=True)))
+        if kinds := {type(o) for o in operands if isinstance(o, PerEntry)}:
+            if len(kinds) > 1:
+                raise ValueError("per_head and per_batch do not combine; got both in one expression; use BlockMask.from_mask_mod")
+            counts, kind = {len(o.patterns) for o in operands if isinstance(o, PerEntry)}, kinds.pop()
+            if len(counts) > 1:
+                raise ValueError(f"{kind.name}: patterns must be for as many {kind.entry}s to combine; got {sorted(counts)}")
+            each = [o.patterns if isinstance(o, PerEntry) else (o,) * max(counts) for o in operands]
+            return kind(tuple(cls.of(*one) for one in zip(*each, strict=True)))
         layout = layout_of(*operands)
         if cls is Or:
             operands = tuple(_strip_layout(o, layout) for o in operands)
@@ -388,7 +391,8 @@ class _Composite(_Expression):
 
 def layout_of(*patterns: Pattern) -> Any:
     """The VideoLayout of the patterns in these expressions, itself a pattern of all keys but padding; None if there is none. Raises
-    ValueError for several. ``| ~`` and ``per_head`` put it before what would keep padding, as no query is to see any."""
+    ValueError for several. ``| ~``, ``per_head`` and ``per_batch`` put it before what would keep padding, as no query is to see
+    any."""
     found = (getattr(leaf, "layout", None) for one in patterns for leaf in one.leaves())
     layouts = [one for one in found if isinstance(one, Pattern) and one.hides_padding]
     if any(one != layouts[0] for one in layouts):
@@ -476,7 +480,57 @@ class Not(_Expression):
 
 
 @dataclass(frozen=True)
-class PerHead(Pattern):
+class PerEntry(Pattern):
+    """Base class of the patterns that differ between heads or between the sequences of a batch."""
+
+    patterns: tuple[Pattern, ...]
+    entry: ClassVar[str]  # "head" or "sequence"
+
+    def __post_init__(self) -> None:
+        given: object = self.patterns
+        if not isinstance(given, (tuple, list)) or not given:
+            raise TypeError(
+                f"{self.name}: patterns must be a list of patterns or spec texts, one for each {self.entry}; got {given!r}"
+            )
+        patterns = tuple(Pattern.from_spec(one) if isinstance(one, str) else one for one in given)
+        for number, one in enumerate(patterns):
+            if not isinstance(one, Pattern) or isinstance(one, PerEntry):
+                way_out = f"; BlockMask.{self.name} takes compiled masks" * (type(one).__name__ == "BlockMask")
+                raise TypeError(
+                    f"{self.name}: patterns[{number}] must be a Pattern of one {self.entry} or its spec text; got "
+                    f"{type(one).__name__}{way_out}"
+                )
+        layout = layout_of(*patterns)
+        if layout is not None and not all(map(_hides_padding, patterns)):
+            patterns = tuple(And.of(layout, one) for one in patterns)
+        set_fields(self, patterns=patterns)
+
+    @property
+    def batch_heads(self) -> tuple[int, int]:
+        """(batch, heads) of the mask, 1 for all."""
+        return (1, len(self.patterns)) if self.entry == "head" else (len(self.patterns), 1)
+
+    def __invert__(self) -> Pattern:
+        return self._with_each(lambda one: ~one)
+
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        raise ValueError(f"{self} has several token rules; take that of one of its patterns")
+
+    def leaves(self) -> Iterator[Pattern]:
+        return chain.from_iterable(one.leaves() for one in self.patterns)
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+        return self._with_each(lambda one: one.map_leaves(change))
+
+    def bind_length(self, kv_len: int) -> Pattern:
+        return self._with_each(lambda one: one.bind_length(kv_len))
+
+    def _with_each(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+        return type(self)(tuple(map(change, self.patterns)))
+
+
+@dataclass(frozen=True)
+class PerHead(PerEntry):
     """A pattern for each query head: ``per_head([...])``, in spec text too.
 
     use: models whose heads see differently: a few heads everything, the others a window
@@ -487,38 +541,22 @@ class PerHead(Pattern):
     stored once. ``& | ~`` combine it head by head, with one pattern or with as many.
     """
 
-    patterns: tuple[Pattern, ...]
+    entry = "head"
 
-    def __post_init__(self) -> None:
-        given: object = self.patterns
-        if not isinstance(given, (tuple, list)) or not given:
-            raise TypeError(f"per_head: patterns must be a list of patterns or spec texts, one for each head; got {given!r}")
-        patterns = tuple(Pattern.from_spec(one) if isinstance(one, str) else one for one in given)
-        for head, one in enumerate(patterns):
-            if not isinstance(one, Pattern) or isinstance(one, PerHead):
-                way_out = "; BlockMask.per_head takes compiled masks" * (type(one).__name__ == "BlockMask")
-                raise TypeError(
-                    f"per_head: patterns[{head}] must be a Pattern of one head or its spec text; got {type(one).__name__}{way_out}"
-                )
-        layout = layout_of(*patterns)
-        if layout is not None and not all(map(_hides_padding, patterns)):
-            patterns = tuple(And.of(layout, one) for one in patterns)
-        set_fields(self, patterns=patterns)
 
-    def __invert__(self) -> Pattern:
-        return PerHead(tuple(~one for one in self.patterns))
+@dataclass(frozen=True)
+class PerBatch(PerEntry):
+    """A pattern for each sequence of a batch: ``per_batch([...])``, in spec text too.
 
-    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        raise ValueError(f"{self} has a token rule for each head; take that of one of its patterns")
+    use: batches whose sequences differ: paragraphs in other places, prefixes of other lengths
 
-    def leaves(self) -> Iterator[Pattern]:
-        return chain.from_iterable(one.leaves() for one in self.patterns)
+    patterns: as many patterns or spec texts as a call has sequences, in their order, in a list or tuple; or one for all. None of
+    them has a chooser.
 
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
-        return PerHead(tuple(one.map_leaves(change) for one in self.patterns))
+    It does for the sequences of a batch what ``per_head`` does for heads. The two do not combine.
+    """
 
-    def bind_length(self, kv_len: int) -> Pattern:
-        return PerHead(tuple(one.bind_length(kv_len) for one in self.patterns))
+    entry = "sequence"
 
 
 def own_name(cls: type[Pattern]) -> str | None:

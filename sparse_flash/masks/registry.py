@@ -14,7 +14,7 @@ from ..compat.constants import constant_in_graphs
 from ..compat.names import PACKAGE
 from . import spec
 from .memory import clear_memories
-from .pattern import Pattern, PerHead, own_name
+from .pattern import Pattern, PerBatch, PerHead, own_name
 
 ENTRY_POINT_GROUP = f"{PACKAGE}.patterns"  # other packages offer patterns to the installed package, not to a copy of it
 PATTERN = TypeVar("PATTERN", bound="Pattern")
@@ -54,6 +54,7 @@ def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
 
 
 register_pattern("per_head")(PerHead)
+register_pattern("per_batch")(PerBatch)
 
 
 def _qualified_name(cls: type) -> str:

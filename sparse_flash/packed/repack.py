@@ -159,9 +159,7 @@ class LongDocument:
     def __init__(self, pattern, k_blocks: int, before: int, device):
         self.mask = compile_up_to(pattern, (before + k_blocks) * BLOCK, k_blocks * BLOCK, BLOCK, "cpu")
         if self.mask.mask_index.numel() > 1:
-            raise ValueError(
-                f"packed documents take one pattern for all heads; got {short_text(pattern)}; call once for each group"
-            )
+            raise ValueError(f"packed documents take one pattern for all; got {short_text(pattern)}; call once for each group")
         self.before = before
         self._device = device
         rows, cols, kinds, _ = self.mask.entries()

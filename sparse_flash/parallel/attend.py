@@ -10,7 +10,7 @@ import torch
 
 from ..api.arguments import check_mask
 from ..api.attention import attention
-from ..compat.dynamo import mark_length_dynamic
+from ..compat.dynamo import mark_lengths_dynamic
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask
@@ -33,7 +33,7 @@ class BlockAttention:
         self._block_size = route.block_size
         # The compiler reads only its length. Lengths below two would be constants to it.
         self._columns = torch.zeros(max(2, route.traffic.received), dtype=torch.int8, device=device)
-        mark_length_dynamic(self._columns, 0)
+        mark_lengths_dynamic(self._columns, 0)
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse). call: of the rank's tokens, without a mask; its variant has at most dropout."""

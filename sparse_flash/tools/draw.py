@@ -1,7 +1,6 @@
 """Pictures of masks: text for a terminal, and PNG or SVG files.
 
-A picture is an array of cells, each the share of its pairs that the mask keeps; 0, 1 and the shares in between look different.
-Cells come from the lookup table, so a picture of a million tokens costs no more than the table.
+A picture is an array of cells, each the share of its pairs that the mask keeps. It costs no more than the mask's table.
 """
 
 from __future__ import annotations
@@ -58,9 +57,10 @@ class Drawing:
         size, signs = shutil.get_terminal_size((130, 72)), _printable_signs()
         picture = make_picture(self.mask, max(8, size.lines - 8), max(8, size.columns // 2 - 1), self.level)
         shares, unit = picture.shares, f"{picture.unit:,} x {picture.unit:,}"
+        what = "visited" if self.level == "visited" else "kept"
         levels = np.where(shares <= 0, 0, np.where(shares >= 1, 4, 1 + np.minimum((shares * 3).astype(int), 2)))
         cells = Text("\n".join("".join(2 * signs[level] for level in row) for row in levels))
-        cells.append(f"\n{signs[0]} empty   {signs[1:4]} partial, by the share kept   {signs[4]} full\n")
+        cells.append(f"\n{signs[0]} empty   {signs[1:4]} partial, by the share {what}   {signs[4]} full\n")
         for these, style in ((signs[:1], "bright_black"), (signs[1:4], "yellow"), (signs[4:], "blue")):
             cells.highlight_regex(f"[{re.escape(these)}]+", style)
         lengths = f"{self.mask.q_len:,} x {self.mask.kv_len:,} tokens; a cell is {unit} tokens ({picture.level})\n\n"
@@ -87,7 +87,7 @@ class Drawing:
         # On the figure, because the axes are narrow when there are many more queries than keys.
         figure.suptitle("\n".join(lines), x=0.02, ha="left", fontsize=9, family="monospace", parse_math=False)
         axes.set(xlabel="key", ylabel="query")
-        _legend(figure)
+        _legend(figure, self.level)
         return figure
 
 
@@ -108,7 +108,8 @@ def draw(
     path: a .png or .svg file to write.
     q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; as many as the pattern names or 4096, q_len and 128 by
     default. A BlockMask has its own.
-    level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture.
+    level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture. Or "visited": blocks, each
+    coloured by the share of its pairs that attention visits, which is what it costs. Then no narrow column is lost.
     title: the pattern's spec text by default. layout: as for ``explain``.
 
     Raises ValueError for another file type, for masks or patterns that differ between heads, and for more tokens than can be drawn
@@ -125,8 +126,8 @@ def draw(
 
 
 class Picture(NamedTuple):
-    """shares: (rows, cols) float64, the share of kept pairs in each cell. unit: tokens on a side of a cell; the last row and column
-    may be cut off. level: "tokens" or "blocks", the source of the cells."""
+    """shares: (rows, cols) float64, the share of kept pairs in each cell, or of visited ones. unit: tokens on a side of a cell; the
+    last row and column may be cut off. level: "tokens", "blocks" or "visited", the source of the cells."""
 
     shares: np.ndarray
     unit: int
@@ -134,16 +135,13 @@ class Picture(NamedTuple):
 
 
 def make_picture(mask: BlockMask | BlockSelection, height: int, width: int, level: str = "auto") -> Picture:
-    """The picture of a mask (of one stored mask) in at most height x width square cells.
-
-    level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if blocks would be coarser than the picture and there are
-    few enough tokens.
-    """
+    """The picture of a mask (of one stored mask) in at most height x width square cells. level: as for ``draw``."""
     masks = mask.batch * mask.heads if isinstance(mask, BlockSelection) else mask.masks
     if masks != 1:
-        raise ValueError(f"a picture shows one mask; got {masks}; draw them one by one, as mask.select(head)")
-    if level not in ("auto", "tokens", "blocks"):
-        raise ValueError(f"level must be 'auto', 'tokens' or 'blocks'; got {level!r}")
+        raise ValueError(f"a picture shows one mask; got {masks}; draw them one by one, as mask.select(head, batch)")
+    levels = ["auto", "tokens", "blocks", *["visited"] * isinstance(mask, BlockMask)]
+    if level not in levels:
+        raise ValueError(f"level must be one of {', '.join(levels)}; got {level!r}")
     q_len, kv_len, always = mask.q_len, mask.kv_len, mask.always if isinstance(mask, BlockSelection) else None
     side = mask.block_size if always is None else max(mask.block_size, always.block_size)  # of the smallest cell in blocks
     few = q_len * kv_len <= _MOST_DENSE_PAIRS
@@ -159,16 +157,18 @@ def make_picture(mask: BlockMask | BlockSelection, height: int, width: int, leve
         dense = mask.to_dense().cpu().view(q_len, kv_len).numpy()
         kept = np.add.reduceat(np.add.reduceat(dense, top, axis=0, dtype=np.int64), left, axis=1)
     else:
-        kept = mask.kept_pairs(unit=unit) if isinstance(mask, BlockSelection) else _count_by_square(mask, unit // side)
+        kept = mask.kept_pairs(unit=unit) if isinstance(mask, BlockSelection) else _count_by_square(mask, unit // side, level)
     return Picture(kept / np.outer(np.diff(top, append=q_len), np.diff(left, append=kv_len)), unit, level)
 
 
-def _count_by_square(mask: BlockMask, group: int) -> np.ndarray:
-    """(squares of queries, squares of keys): how many pairs a mask keeps in each square of group x group blocks."""
-    full, partial = mask.kept()
-    kept = (full.count_by_square(group) * mask.block_size**2).astype(np.float64)
-    np.add.at(kept, (partial.rows // group, partial.cols // group), mask.pairs_of(partial.kinds, partial.tiles))
-    return kept
+def _count_by_square(mask: BlockMask, group: int, level: str) -> np.ndarray:
+    """(squares of queries, squares of keys): how many pairs a mask keeps, or visits, in each square of group x group blocks."""
+    (full, partial), grid = mask.kept(), mask.grid
+    found = (full.count_by_square(group) * mask.block_size**2).astype(np.float64)
+    visited = grid.heights(partial.rows) * grid.widths(partial.cols)
+    pairs = visited if level == "visited" else mask.pairs_of(partial.kinds, partial.tiles)
+    np.add.at(found, (partial.rows // group, partial.cols // group), pairs)
+    return found
 
 
 def _printable_signs() -> str:
@@ -207,7 +207,7 @@ def gallery(drawings: Sequence[Drawing], path: str | Path, columns: int = 4) -> 
         axes.set_title("\n".join(lines), fontsize=size, family="monospace", loc=place, parse_math=False)
         visits = f", visits {mask.block_density:.1%}" if isinstance(mask, BlockMask) else ""
         axes.set_xlabel(f"keeps {mask.density:.1%}{visits}", fontsize=8, color="#555555", loc="left")
-    _legend(figure)
+    _legend(figure, "blocks")
     return _write(figure, path)
 
 
@@ -245,11 +245,12 @@ def _draw(axes, mask: BlockMask | BlockSelection, picture: Picture) -> None:
     axes.tick_params(labelsize=8, color="#bbbbbb")
 
 
-def _legend(figure) -> None:
+def _legend(figure, level: str) -> None:
     from matplotlib.patches import Patch
 
-    names = (("empty", 0.0), ("partial", 0.5), ("full", 1.0))
-    patches = [Patch(facecolor=rgb_of(np.array([[share]]))[0, 0] / 255, edgecolor="#bbbbbb", label=name) for name, share in names]
+    names = ("not visited", "visited in part", "visited") if level == "visited" else ("empty", "partial", "full")
+    colors = rgb_of(np.array([[0.0, 0.5, 1.0]]))[0] / 255
+    patches = [Patch(facecolor=color, edgecolor="#bbbbbb", label=name) for color, name in zip(colors, names)]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
 
 

@@ -15,6 +15,8 @@ from ..masks.fit import named_len
 from ..masks.grid import BlockGrid
 from ..masks.parsing import fill_layout, parse
 from ..masks.pattern import Pattern
+from ..masks.table import PartialBlocks
+from ..masks.tiles import dense_batches
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
 from .explanation import CallSpec, Explanation, RoughTime, estimate_time, explain_call, explain_selection, explain_video
@@ -103,7 +105,7 @@ def explain(
     if isinstance(mask, BlockSelection):
         return explain_selection(mask, sizes, estimate_time(mask, sizes, device, True))
     if mask.masks != 1:
-        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head)")
+        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head, batch)")
     lengths = f"{mask.q_len:,} queries x {mask.kv_len:,} keys in blocks of {mask.block_size}"
     found = Explanation([spec] * bool(spec) + [f"{lengths}; {sizes}" + "; chosen blocks at random" * (chosen is not None)])
     if isinstance(given, Pattern):
@@ -151,9 +153,30 @@ def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec, time: Ro
         found.hints.append(f"This mask visits {share:.0%} of the blocks of {dense}, which is likely to be as fast.")
     if wasted > 0.5 and size > 16:
         inside = f"{wasted:.0%} of the visited pairs are dropped inside partial blocks"
-        found.hints.append(f"{inside}; a smaller block size, or a pattern made of whole blocks (block=), visits less.")
+        way_out = (
+            _advise_to_copy_keys(mask, partial) or "a smaller block size, or a pattern made of whole blocks (block=), visits less"
+        )
+        found.hints.append(f"{inside}; {way_out}.")
     if reach and reach.limit < 1:
         found.hints.append(f"At any depth, only {reach.limit:.1%} of the causal pairs are within reach.")
+
+
+def _advise_to_copy_keys(mask: BlockMask, partial: PartialBlocks) -> str | None:
+    """What to do about few keys that many queries see, if most visited blocks keep nothing but some of these; otherwise None."""
+    if not len(partial.rows):
+        return None
+    (kinds, tiles), which = np.unique(np.stack([partial.kinds, partial.tiles]), axis=1, return_inverse=True)
+    used = [mask.tile_pairs(kinds[part], tiles[part]).any(1) for part in dense_batches(len(kinds), mask.block_size)]
+    few = (np.concatenate(used).sum(1) <= mask.block_size // 8)[which]
+    cols, alike = np.unique(np.stack([partial.cols[few], which[few]]), axis=1)
+    keys = np.zeros((mask.grid.kv_blocks, mask.block_size), bool)
+    np.logical_or.at(keys, cols, np.concatenate(used)[alike])
+    copied = mask.grid.q_blocks * -(-int(keys.sum()) // mask.block_size)  # blocks of the copies
+    if few.sum() <= max(mask.by_query.row_ptr[0, -1].item() // 2, 2 * copied):
+        return None
+    return (
+        f"{few.sum():,} blocks are visited for {keys.sum():,} keys: copy these to the front ('Few far keys' in the guide on masks)"
+    )
 
 
 def _draw_mask(spec: Pattern, q_len: int, kv_len: int | None, density: float | None) -> BlockMask:

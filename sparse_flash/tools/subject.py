@@ -6,7 +6,7 @@ from ..masks import methods as methods  # completes BlockMask
 from ..masks.block_mask import BlockMask
 from ..masks.build import with_coarse
 from ..masks.cache import as_block_mask
-from ..masks.compiler import head_patterns
+from ..masks.compiler import entry_patterns
 from ..masks.fit import named_len
 from ..masks.parsing import parse
 from ..masks.pattern import Pattern
@@ -20,13 +20,13 @@ def resolve_mask(
 
     mask: a pattern or its spec text is compiled for these lengths; q_len is by default what the pattern names, else default_len. A
     BlockMask or a BlockSelection has its own lengths. Of a mask that all heads share, one head is taken. Raises ValueError for a
-    pattern that differs between heads, for lengths beside a mask, and for a mask without contents.
+    pattern that differs between heads or sequences, for lengths beside a mask, and for a mask without contents.
     """
     if isinstance(mask, (Pattern, str)):
-        pattern, *others = dict.fromkeys(head_patterns(parse(mask) if isinstance(mask, str) else mask))
+        pattern, *others = dict.fromkeys(entry_patterns(parse(mask) if isinstance(mask, str) else mask))
         if others:
             got = f"{1 + len(others)} different ones; pass one, such as '{pattern}'"
-            raise ValueError(f"the pattern must be that of one head; got {got}")
+            raise ValueError(f"the pattern must be that of one head or sequence; got {got}")
         q_len = named_len(pattern, default_len) if q_len is None else q_len
         return as_block_mask(pattern, q_len, kv_len, 128 if block_size is None else block_size), str(mask).strip()
     mask = mask if isinstance(mask, BlockSelection) else as_block_mask(mask)

@@ -271,6 +271,24 @@ def test_a_mask_that_is_set_later_is_that_of_every_use(name):
     assert attn.state_dict().keys() == other.state_dict().keys()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_one_call_is_that_of_this_call_alone(name, compiled):
+    if compiled and name == "pattern" and torch.__version__ < "2.13":
+        pytest.skip("PyTorch before 2.13 traces no Pattern objects")
+    torch._dynamo.reset()
+    attn, other, x = layer().eval(), layer(mask=MASKS[name]).eval(), inputs()
+    call = torch.compile(attn, fullgraph=True, backend="aot_eager") if compiled else attn
+    own, wanted, saved = attn(x), other(x), attn.state_dict()
+    for mask, expected in ((MASKS[name], wanted), (None, own)):
+        torch.testing.assert_close(call(x, mask=mask), expected)
+    assert all(torch.equal(saved[one], tensor) for one, tensor in attn.state_dict().items())
+    cache = attn.new_cache(2, TOKENS)
+    with torch.no_grad():
+        parts = [call(part, cache, mask=MASKS[name]) for part in x.split([100, 1, 49], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), wanted)
+
+
 def test_a_mask_of_a_wrong_type_is_refused_when_it_is_set():
     attn = layer()
     before = attn.mask
@@ -435,6 +453,12 @@ def test_inputs_and_caches_that_do_not_fit_are_refused():
         attn(None)
     with pytest.raises(TypeError, match=r"cache must be a KeyValueCache; got bool; layer.new_cache makes one"):
         attn(inputs(), True)
+    for options, mask, message in (
+        ({}, 3, "a mask must be a Pattern, its spec text or a BlockMask; got int"),
+        ({"mask": "causal", "select": {"keep": 1}}, "full", "mask must be None for a layer with a select; got a str; leave it out"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            layer(**options)(inputs(), mask=mask)
     cache = attn.new_cache(2, length=160)
     with pytest.raises(TypeError, match="k must be a tensor; got NoneType"):
         cache.append(None, None)

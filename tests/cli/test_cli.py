@@ -68,7 +68,10 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
         (("show", "causal", "--level", "rows"), "level must be"),
         (("show", "local(9)", "--level", "tokens", "-n", "100000"), "too many to draw"),
         (("explain", "causal", "--q-len", "0"), "q_len"),
-        (("explain", "per_head([causal, full])"), "must be that of one head; got 2 different ones; pass one, such as 'causal'"),
+        (
+            ("explain", "per_head([causal, full])"),
+            "must be that of one head or sequence; got 2 different ones; pass one, such as 'causal'",
+        ),
         (("explain", "causal", "--heads", "0"), "heads"),
         (("show", "tile_window(layout, 1)"), "layout must be given: pass layout=sf.VideoLayout"),
         (("explain", "layout", "--video", "5x16"), "--video must be FRAMESxHEIGHTxWIDTH in tokens, such as 21x30x52; got '5x16'"),
@@ -220,11 +223,18 @@ def test_looking_loads_no_more_than_it_needs(arguments, unloaded):
     assert done.stdout.endswith("loaded: []\n") and len(done.stdout) > 500, done.stdout
 
 
+def test_a_checkout_that_is_only_on_the_path_says_how_to_install_it():
+    program = [sys.executable, "-S", "-c", "import sys; sys.path.insert(0, sys.argv[1]); import sparse_flash", os.getcwd()]
+    said = subprocess.run(program, capture_output=True, text=True).stderr.splitlines()[-1]  # -S: without what is installed
+    assert "sparse_flash must be installed; got its checkout on the path" in said and f"run pip install -e {os.getcwd()}" in said
+
+
 def test_show_draws_tokens_at_small_lengths_and_blocks_at_large_ones(tmp_path):
     small = invoke("show", "causal", "-n", "8").output
     assert "████████········" in small and "(tokens)" in small
     large = invoke("show", "causal & local(1024)", "-n", "65536", "--out", str(tmp_path / "mask.png")).output
-    assert "(blocks)" in large and (tmp_path / "mask.png").stat().st_size > 1000
+    assert "(blocks)" in large and "\n··▒▒▒▒··" in large and (tmp_path / "mask.png").stat().st_size > 1000
+    assert "by the share visited" in invoke("show", "causal & sinks(1)", "-n", "512", "--level", "visited").output
 
 
 def test_explain_says_what_is_kept_and_reached():

@@ -90,7 +90,7 @@ def test_a_length_that_may_vary_compiles_nothing_anew():
     compiled = torch.compile(lambda x: x * 2, backend=counter)
     for length in (5, 7, 9):
         x = torch.ones(length)
-        dynamo.mark_length_dynamic(x, 0)
+        dynamo.mark_lengths_dynamic(x, 0)
         compiled(x)
     assert counter.frame_count == 1
 

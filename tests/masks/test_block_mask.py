@@ -305,7 +305,7 @@ def test_a_saved_mask_loads_as_plain_weights_do(tmp_path):
 
 
 def test_what_is_no_list_of_masks_is_one_clear_error():
-    with pytest.raises(TypeError, match=r"per_head needs a list of patterns or masks, one for each head; got str"):
+    with pytest.raises(TypeError, match=r"per_head needs a list of patterns or masks; got str"):
         sf.BlockMask.per_head("causal", 32)
     with pytest.raises(TypeError, match=r"got NoneType; use 'full' to keep every pair"):
         sf.BlockMask.per_head([None, "causal"], 32)

@@ -1,8 +1,11 @@
 """Patterns and tables made in compiled code equal those made outside of it."""
 
+import warnings
+
 import pytest
 import torch
 from oracle import DEVICE
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 from sparse_flash.masks.table import Table
@@ -87,3 +90,49 @@ def test_tables_made_in_compiled_code_are_those_of_eager_calls(q_blocks, kv_bloc
     for of_table in (slice(7), slice(7, 14)):
         for one, other in zip(Table(*eager[of_table]).in_use(), Table(*compiled[of_table]).in_use(), strict=True):
             assert torch.equal(one, other)
+
+
+def on_layer(q, mask):
+    return LAYER(q.transpose(1, 2).flatten(2), mask=mask)
+
+
+LAYER = sf.SparseAttention(32, 2)
+TABLES = [sf.compile_mask(mask, 70) for mask in ("causal", "local(9)", "causal & local(8)")]
+BY_SEQUENCE = [sf.per_batch(masks) for masks in (["causal", "local(9)", "causal"], ["causal", "local(9)", "local(8)"])]
+
+
+@pytest.mark.parametrize(
+    "call, masks, graphs, warned",
+    [
+        (CALLS["attention"], ["causal", "causal", "causal & local(9)", "local(8)"], 3, "causal & local(9), after causal: "),
+        (CALLS["decode"], ["causal", "causal & local(9)"], 2, "causal & local(9), after causal: "),
+        (CALLS["varlen"], ["causal", "causal & local(9)"], 2, "causal & local(9), after causal: "),
+        (
+            CALLS["attention"],
+            ["causal & pooled(keep=1)", "causal & pooled(keep=2)"],
+            2,
+            "pooled(keep=2), after causal & pooled(keep=1): ",
+        ),
+        (on_layer, ["causal", "local(9)"], 2, "local(9), after causal: "),
+        (on_layer, TABLES, 1, None),
+        (CALLS["attention"], TABLES, 1, None),
+        (CALLS["attention"], [sf.compile_mask(mask, 70) for mask in BY_SEQUENCE], 1, None),  # of two and of three stored masks
+        (
+            lambda q, dtype: [sf.attention(*[q.to(dtype)] * 3, mask) for mask in ("causal", "full")],
+            [torch.float, torch.double],
+            2,
+            None,
+        ),
+    ],
+)
+def test_another_pattern_is_another_graph_and_the_first_such_warns(call, masks, graphs, warned):
+    torch._dynamo.reset()
+    counter, q = CompileCounterWithBackend("aot_eager"), Q.expand(3, -1, -1, -1)
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for mask in masks:
+            compiled(q, mask)
+    assert counter.frame_count == graphs
+    said = [str(one.message) for one in caught if one.filename == __file__]
+    assert [warned in one and "pass compile_mask(...)" in one for one in said] == [True] * (warned is not None)

@@ -1,4 +1,4 @@
-"""A pattern for each head goes wherever a pattern goes, and means what a mask for each head means."""
+"""A pattern for each head, or each sequence of a batch, goes wherever a pattern goes, and means what a mask for each means."""
 
 import pytest
 import strategies
@@ -11,13 +11,15 @@ from sparse_flash.parallel.planning import to_square_mask
 
 LOCAL = sf.causal() & sf.local(20)
 HEADS = sf.per_head([LOCAL, sf.causal(), LOCAL, "full"])
+BATCH = sf.per_batch([LOCAL, sf.causal(), LOCAL, "full"])
 
 
-def inputs(tokens=70, heads=4, kv_heads=2, **options):
+def inputs(tokens=70, heads=4, kv_heads=2, batch=4, **options):
     torch.manual_seed(0)
-    return (torch.randn(1, h, tokens, 16, **options) for h in (heads, kv_heads, kv_heads))
+    return (torch.randn(batch, h, tokens, 16, **options) for h in (heads, kv_heads, kv_heads))
 
 
+@pytest.mark.parametrize("name", ["per_head", "per_batch"])
 @settings(max_examples=30)
 @given(
     heads=st.lists(strategies.expressions, min_size=1, max_size=4),
@@ -25,9 +27,10 @@ def inputs(tokens=70, heads=4, kv_heads=2, **options):
     lengths=strategies.lengths,
     size=strategies.block_sizes,
 )
-def test_patterns_by_head_read_back_compile_and_combine_head_by_head(heads, other, lengths, size):
-    mine = sf.per_head(heads)
-    assert sf.parse(mine.to_spec()) == mine == sf.per_head(tuple(heads)) and hash(mine) == hash(sf.parse(mine.to_spec()))
+def test_patterns_by_head_read_back_compile_and_combine_head_by_head(name, heads, other, lengths, size):
+    listed, make = getattr(sf, name), getattr(sf.BlockMask, name)
+    mine = listed(heads)
+    assert sf.parse(mine.to_spec()) == mine == listed(tuple(heads)) and hash(mine) == hash(sf.parse(mine.to_spec()))
     for by_head, each in (
         (mine, heads),
         (~mine, [~one for one in heads]),
@@ -36,21 +39,46 @@ def test_patterns_by_head_read_back_compile_and_combine_head_by_head(heads, othe
         (mine & ~mine, [one & ~one for one in heads]),
         (sf.shifted(mine, 7, allow_uncovered=True), [sf.shifted(one, 7, allow_uncovered=True) for one in heads]),
     ):
-        wanted = sf.BlockMask.per_head(each, *lengths, size)
+        wanted = make(each, *lengths, size)
         assert sf.compile_mask(by_head, *lengths, size).equal(wanted)
+        assert wanted.mask_index.shape == ((1, len(heads)) if name == "per_head" else (len(heads), 1))
         assert sf.parse(by_head.to_spec()) == by_head
 
 
-def test_attention_takes_a_pattern_by_head_for_any_length_as_value_and_as_text():
+@pytest.mark.parametrize("patterns", [HEADS, BATCH], ids=["heads", "sequences"])
+def test_attention_takes_a_pattern_by_head_for_any_length_as_value_and_as_text(patterns):
+    text = f"{patterns.name}([causal & local(20), causal, local(20) & causal, full])"
     for tokens in (70, 200):
         q, k, v = inputs(tokens)
-        wanted = sf.attention(q, k, v, sf.BlockMask.per_head(HEADS.patterns, tokens))
-        for mask in (HEADS, HEADS.to_spec(), "per_head([causal & local(20), causal, local(20) & causal, full])"):
+        wanted = sf.attention(q, k, v, getattr(sf.BlockMask, patterns.name)(patterns.patterns, tokens))
+        for mask in (patterns, patterns.to_spec(), text):
             torch.testing.assert_close(sf.attention(q, k, v, mask), wanted)
             few = sf.attention(q[:, :, -3:], k, v, mask)
             torch.testing.assert_close(few[:, :3], wanted[:, :3, -3:])
     one = sf.per_head(["causal"])
     torch.testing.assert_close(sf.attention(q, k, v, one), sf.attention(q, k, v, "causal"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+def test_each_sequence_has_its_own_mask_on_every_back_end(backend, request):
+    if backend == "triton":
+        request.getfixturevalue("interpreted")
+    q, k, v = inputs(70, requires_grad=True)
+    documents = sf.per_batch([f"causal & documents([0, {start}, 70])" for start in (3, 20, 64, 20)])
+    assert sf.compile_mask(documents, 70).masks == 3
+    results = []
+    for out in (
+        sf.attention(q, k, v, documents, backend=backend),
+        torch.cat(
+            [
+                sf.attention(*parts, one, backend="reference")
+                for *parts, one in zip(*(t.split(1) for t in (q, k, v)), documents.patterns, strict=True)
+            ]
+        ),
+    ):
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for ours, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("text", [False, True])
@@ -66,38 +94,42 @@ def test_compiled_code_takes_a_pattern_by_head_and_refuses_another_number_of_hea
         call(*inputs(70, 6))
 
 
+@pytest.mark.parametrize("of", ["heads", "batch"])
 @pytest.mark.parametrize("call", ["attention", "decode", "decode by text", "layer"])
-def test_as_many_patterns_as_query_heads_are_needed(call):
-    q, k, v = inputs(70, 6)
-    with pytest.raises(ValueError, match=r"the mask's heads must be q's, 6, or 1 for a mask of all; got 4"):
+def test_as_many_patterns_as_query_heads_are_needed(call, of):
+    q, k, v = inputs(70, 6, batch=6)
+    mask = HEADS if of == "heads" else BATCH
+    with pytest.raises(ValueError, match=rf"the mask's {of} must be q's, 6, or 1 for a mask of all; got 4"):
         match call:
             case "attention":
-                sf.attention(q, k, v, HEADS)
+                sf.attention(q, k, v, mask)
             case "layer":
-                sf.SparseAttention(48, 6, mask=HEADS)(torch.zeros(1, 30, 48))
+                sf.SparseAttention(48, 6, mask=mask)(torch.zeros(6, 30, 48))
             case _:
-                sf.attention_decode(q[:, :, -1:], k, v, HEADS.to_spec() if "text" in call else HEADS)
+                sf.attention_decode(q[:, :, -1:], k, v, mask.to_spec() if "text" in call else mask)
 
 
-def test_decoding_follows_each_head():
+@pytest.mark.parametrize("mask", [HEADS & "causal", BATCH & "causal"], ids=["heads", "sequences"])
+def test_decoding_follows_each_head(mask):
     q, k, v = inputs(150)
-    whole = sf.attention(q, k, v, HEADS & "causal")
-    lens = torch.tensor([150], dtype=torch.int32)
+    whole = sf.attention(q, k, v, mask)
+    lens = torch.full((4,), 150, dtype=torch.int32)
     for options in ({}, {"kv_lens": lens}):
-        torch.testing.assert_close(sf.attention_decode(q[:, :, -2:], k, v, HEADS & "causal", **options), whole[:, :, -2:])
-    mask = HEADS & "causal"
+        torch.testing.assert_close(sf.attention_decode(q[:, :, -2:], k, v, mask, **options), whole[:, :, -2:])
     step = torch.compile(lambda q, k, v: sf.attention_decode(q, k, v, mask, kv_lens=lens), backend="aot_eager")
     torch.testing.assert_close(step(q[:, :, -2:], k, v), whole[:, :, -2:])
 
 
-def test_a_layer_follows_each_head_with_and_without_a_cache():
-    layer = sf.SparseAttention(64, 4, mask=(HEADS & "causal").to_spec()).eval()
-    x = torch.randn(1, 40, 64)
+@pytest.mark.parametrize("mask", [HEADS, BATCH], ids=["heads", "sequences"])
+def test_a_layer_follows_each_head_with_and_without_a_cache(mask):
+    layer = sf.SparseAttention(64, 4, mask=(mask & "causal").to_spec()).eval()
+    x = torch.randn(4, 40, 64)
     with torch.no_grad():
-        whole, cache = layer(x), layer.new_cache(1, 40)
+        whole, cache = layer(x), layer.new_cache(4, 40)
         steps = [layer(part, cache) for part in (x[:, :30], *x[:, 30:].split(1, 1))]
     torch.testing.assert_close(torch.cat(steps, 1), whole)
-    assert "per_head" in repr(layer)
+    assert str(mask & "causal") in repr(layer)
+    assert bytes(layer.state_dict()["mask_spec"].tolist()).decode() == str(mask & "causal")
 
 
 @pytest.mark.parametrize(
@@ -111,14 +143,24 @@ def test_a_layer_follows_each_head_with_and_without_a_cache():
         ),
         (lambda: sf.per_head([HEADS]), r"patterns\[0\] must be a Pattern of one head"),
         (lambda: HEADS & sf.per_head(["causal", "full"]), r"as many heads to combine; got \[2, 4\]"),
-        (lambda: HEADS.token_rule(0, 0), "has a token rule for each head"),
+        (lambda: BATCH & sf.per_batch(["causal", "full"]), r"as many sequences to combine; got \[2, 4\]"),
+        (lambda: HEADS & BATCH, "per_head and per_batch do not combine"),
+        (lambda: sf.per_batch([HEADS]), r"patterns\[0\] must be a Pattern of one sequence or its spec text; got PerHead"),
+        (lambda: sf.choose_blocks(BATCH & "pooled(keep=1)", *list(inputs())[:2]), "per_batch takes patterns without choosers"),
+        (lambda: sf.explain(BATCH), "must be that of one head or sequence; got 3 different ones"),
+        (
+            lambda: sf.draw(sf.compile_mask(BATCH, 70)),
+            r"shows one mask; got 3; draw them one by one, as mask.select\(head, batch\)",
+        ),
+        (lambda: sf.bench(BATCH, q_len=64), "the benchmark's mask must be that of all sequences"),
+        (lambda: HEADS.token_rule(0, 0), "has several token rules"),
         (
             lambda: sf.topk_blocks(*list(inputs())[:2], keep=1, within=HEADS),
             r"within must be one mask for all heads; got .*\(1, 4\)",
         ),
         (
             lambda: sf.attention_varlen(*(t[0].transpose(0, 1) for t in inputs()), torch.tensor([0, 30, 70]), mask=HEADS),
-            "packed documents take one pattern for all heads; got per_head",
+            "packed documents take one pattern for all; got per_head",
         ),
     ],
 )
@@ -127,9 +169,11 @@ def test_patterns_by_head_are_refused_where_heads_cannot_differ(use, said):
         use()
 
 
-def test_a_sequence_over_ranks_is_planned_by_head():
-    mask = HEADS & sf.documents([0, 100, 300])
-    whole = sf.BlockMask.per_head([one & sf.documents([0, 100, 300]) for one in HEADS.patterns], 300)
+@pytest.mark.parametrize("patterns", [HEADS, BATCH], ids=["heads", "sequences"])
+def test_a_sequence_over_ranks_is_planned_by_head(patterns):
+    mask = patterns & sf.documents([0, 100, 300])
+    make = getattr(sf.BlockMask, patterns.name)
+    whole = make([one & sf.documents([0, 100, 300]) for one in patterns.patterns], 300)
     assert to_square_mask(mask, 300, 128).equal(whole) and to_square_mask(mask.to_spec(), 300, 128).equal(whole)
 
 
@@ -146,3 +190,30 @@ def test_models_of_transformers_follow_each_head_in_packed_sequences():
     with torch.no_grad():
         packed, alone = model(words, position_ids=places).logits, model(words[:, :30]).logits
     torch.testing.assert_close(packed[:, :30], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_models_of_transformers_follow_each_sequence_of_a_padded_and_of_a_packed_batch():
+    transformers = pytest.importorskip("transformers")
+    from sparse_flash.integrations.transformers import use_sparse_flash
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    words, mask = torch.randint(0, 97, (4, 40)), sf.per_batch([f"causal & (local(5) | sinks({n}))" for n in (1, 5, 9, 1)])
+    starts, firsts = [0, 3, 9, 20], [10, 25, 10, 30]  # of a padded row's text, and of a packed row's second text
+    padded = {"attention_mask": (torch.arange(40) >= torch.tensor(starts)[:, None]).long()}
+    packed = {"position_ids": torch.stack([torch.cat([torch.arange(first), torch.arange(40 - first)]) for first in firsts])}
+    use_sparse_flash(model, mask)
+    with torch.no_grad():
+        results = [model(words, **options).logits for options in (padded, packed)]
+        for wrong, message in (
+            (padded, "the mask's batch must be q's, 3.*; got 4"),
+            (packed, "batch's 3 sequences; got 4 patterns"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                model(words[1:], **{name: one[1:] for name, one in wrong.items()})
+        for row, pattern in enumerate(mask.patterns):
+            use_sparse_flash(model, pattern)
+            for found, begins in zip(results, ([starts[row]], [0, firsts[row]]), strict=True):
+                texts = [model(words[row : row + 1, first:stop]).logits[0] for first, stop in zip(begins, [*begins[1:], 40])]
+                torch.testing.assert_close(found[row, begins[0] :], torch.cat(texts), rtol=1e-4, atol=1e-4)

@@ -1,5 +1,6 @@
 """Pictures of masks: their cells against the dense mask, their text and files."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,13 @@ MASKS = [
 
 
 @pytest.mark.parametrize("spec, q_len, kv_len, block", MASKS)
-@pytest.mark.parametrize("level", ["tokens", "blocks"])
+@pytest.mark.parametrize("level", ["tokens", "blocks", "visited"])
 def test_a_picture_has_the_shares_of_the_dense_mask(spec, q_len, kv_len, block, level):
     mask = sf.compile_mask(spec, q_len, kv_len, block)
     picture = draw.make_picture(mask, 9, 11, level)
     dense, unit = mask.to_dense().numpy(), picture.unit
+    if level == "visited":
+        dense = np.kron(mask.block_states() > 0, np.ones((block, block)))[:q_len, :kv_len]
     assert picture.shares.shape == (-(-q_len // unit), -(-kv_len // unit))
     assert picture.shares.shape[0] <= 9 and picture.shares.shape[1] <= 11
     for row in range(picture.shares.shape[0]):
@@ -84,14 +87,24 @@ def test_empty_partial_and_full_cells_have_their_own_signs(monkeypatch):
     assert "\n··░░▒▒▓▓██······\n" in str(sf.draw(sf.BlockMask.from_dense(kept, 16)))
 
 
+def test_keys_in_few_columns_fill_the_blocks_that_a_picture_of_visits_shows(monkeypatch):
+    monkeypatch.setenv("LINES", "16")
+    drawing = sf.draw("causal & (local(9) | sinks(1))", q_len=1024, level="visited")
+    assert "\n██····████······\n" in str(drawing) and "by the share visited" in str(drawing)
+    legend = [text.get_text() for text in drawing._figure().legends[0].get_texts()]
+    assert legend == ["not visited", "visited in part", "visited"]
+
+
 def test_what_cannot_be_drawn_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(ValueError, match=r"must be a \.png or \.svg file; got .*gif"):
         sf.draw("causal", tmp_path / "mask.gif")
     with pytest.raises(ValueError, match="q_len must come with a pattern to compile; got a mask of 64 x 64 tokens; leave them out"):
         sf.draw(sf.compile_mask("causal", 64), q_len=128)
-    with pytest.raises(ValueError, match=r"one by one, as mask.select\(head\)"):
+    with pytest.raises(ValueError, match=r"one by one, as mask.select\(head, batch\)"):
         sf.draw(sf.BlockMask.per_head(["causal", "full"], q_len=64))
     with pytest.raises(TypeError, match="from_dense"):
         sf.draw(torch.ones(3, 3) > 0)
     with pytest.raises(TypeError, match="name of a picture to write; got 4096; lengths are q_len= and kv_len="):
         sf.draw("causal", 4096)
+    with pytest.raises(ValueError, match="level must be one of auto, tokens, blocks, visited; got 'pairs'"):
+        sf.draw("causal", level="pairs")

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -144,7 +145,7 @@ def test_a_mask_without_contents_is_refused_with_the_way_out(look):
 def test_a_pattern_that_differs_by_head_is_refused_with_one_that_works(look):
     for heads in (sf.per_head(["causal & local(9)", "full", "full"]), "per_head([causal & local(9), full, full])"):
         with pytest.raises(
-            ValueError, match=r"must be that of one head; got 2 different ones; pass one, such as '(.*)'$"
+            ValueError, match=r"must be that of one head or sequence; got 2 different ones; pass one, such as '(.*)'$"
         ) as refused:
             look(heads, q_len=64)
         look(str(refused.value).split("'")[1], q_len=64)
@@ -168,6 +169,18 @@ def test_the_mask_of_one_head_is_that_which_was_given(specs):
     mask = sf.BlockMask.per_head(specs, q_len=200, block_size=32)
     for head, spec in enumerate(specs):
         assert mask.select(head).equal(sf.compile_mask(spec, 200, block_size=32))
+
+
+@pytest.mark.parametrize("every, copied", [(97, True), (1500, False), (3, False)])
+def test_the_hint_on_dropped_pairs_fits_far_keys_where_these_fill_the_blocks(every, copied):
+    far = sf.from_mask_fn(lambda q, kv: kv % every == 5 % every)
+    (hint,) = [one for one in explain(sf.causal() & (sf.local(200) | far), q_len=4096).hints if "dropped" in one]
+    assert ("copy these to the front" in hint) == copied and ("a smaller block size" in hint) != copied
+    if copied:
+        assert (
+            "blocks are visited for 39 keys" in hint
+            and "## Few far keys" in (Path(__file__).parents[2] / "docs/guides/masks.md").read_text()
+        )
 
 
 def test_the_functions_stay_where_the_modules_of_their_names_are_loaded():

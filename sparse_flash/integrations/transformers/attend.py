@@ -14,7 +14,7 @@ from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...compat.names import NAMESPACE
 from ...masks.block_mask import BlockMask
-from ...masks.pattern import Pattern
+from ...masks.pattern import Pattern, PerEntry
 from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
 from .by_content import PromptChoice, attend_prompt
@@ -331,13 +331,13 @@ def _attend_packed(call: LayerCall, mask: _Mask, cu_seqlens: torch.Tensor) -> to
 
 def _why_not_varlen(call: LayerCall, mask: _Mask) -> str | None:
     """Names what ``attention_varlen`` does not support of a call; None if it supports all."""
-    model_mask, by_head = call.model_mask, isinstance(mask, Pattern) and mask.name == "per_head"
+    model_mask, by_entry = call.model_mask, isinstance(mask, PerEntry)
     unsupported = {
         "dropout": call.dropout,
         "a soft cap": call.softcap,
         "padding": model_mask.key_starts is not None,
         "a BlockMask, which is of one length,": isinstance(mask, BlockMask),
-        "a pattern for each head": by_head or (isinstance(mask, str) and mask.startswith("per_head(")),
+        "a pattern for each head or sequence": by_entry or (isinstance(mask, str) and mask.startswith(("per_head(", "per_batch("))),
         "a 4-D attention_mask": model_mask.kept_pairs is not None,
         "a restriction of its own for each batch entry": any(len(limit) > 1 for limit in model_mask.limits),
         "a cache": call.query.shape[2] != call.key.shape[2]

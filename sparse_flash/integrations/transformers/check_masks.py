@@ -13,7 +13,7 @@ from ...api.shared import SharedSequence
 from ...masks.block_mask import BlockMask
 from ...masks.cache import convert_foreign_mask
 from ...masks.parsing import parse, text_of
-from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerHead
+from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerEntry, PerHead
 from ...patterns import causal
 
 OWN = "own"
@@ -113,7 +113,7 @@ def looks_ahead(mask: Any) -> bool:
         return looks_ahead(mask.expand_expression())
     if isinstance(mask, And):
         return all(map(looks_ahead, mask.operands))
-    if isinstance(mask, Or) or mask.name == "per_head":
+    if isinstance(mask, (Or, PerEntry)):
         return any(map(looks_ahead, mask.operands if isinstance(mask, Or) else mask.patterns))
     return not isinstance(mask, causal)
 

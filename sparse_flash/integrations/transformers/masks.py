@@ -17,7 +17,7 @@ from ...masks.build import from_heads
 from ...masks.cache import as_block_mask, compile_cached
 from ...masks.memory import cached_until_cleared
 from ...masks.parsing import parse
-from ...masks.pattern import Pattern, PerHead
+from ...masks.pattern import Pattern, PerBatch, PerHead
 from ...masks.rules import move_pattern
 from .limits import is_window, keeps_all, limits_of_entry, restrict_mask
 from .read_mask import MaskParts, read_arguments, read_function
@@ -226,6 +226,9 @@ _FIELDS = tuple(inspect.signature(ModelMask.__init__).parameters)[1:]
 def _compile_entries(patterns: tuple, q_length: int, kv_length: int, device) -> BlockMask:
     """Returns a mask with one pattern per batch entry, or one per head of each. patterns: they, their texts, or None."""
     read = [parse("full" if one is None else one) if isinstance(one, str | None) else one for one in patterns]
+    if wrong := [one for one in read if isinstance(one, PerBatch) and len(one.patterns) not in (1, len(read))]:
+        raise ValueError(f"per_batch must be for the batch's {len(read)} sequences; got {len(wrong[0].patterns)} patterns")
+    read = [one.patterns[entry % len(one.patterns)] if isinstance(one, PerBatch) else one for entry, one in enumerate(read)]
     heads = max(len(one.patterns) if isinstance(one, PerHead) else 1 for one in read)
     by_head = [head for one in read for head in (one.patterns if isinstance(one, PerHead) else [one] * heads)]
     compiled = {one: as_block_mask(one, q_length, kv_length, _BLOCK) for one in dict.fromkeys(by_head)}
