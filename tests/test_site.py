@@ -22,6 +22,17 @@ def test_the_guide_has_every_built_in_chooser():
     assert set(told) >= {name for name in sf.list_choosers() if pattern_class(name).__module__ == "sparse_flash.choosers.built_in"}
 
 
+def test_the_home_page_has_the_readmes_uses_with_their_figures():
+    readme, home = ((DOCS / path).read_text() for path in ("../README.md", "index.md"))
+    rows = re.findall(r"^\| \[.*$", readme.partition("## What it is not for")[0], re.M)
+    assert len(rows) >= 10 and all(re.sub(r"\]\((docs/)?", lambda at: "](" if at[1] else "](../", row) in home for row in rows)
+
+
+def test_the_page_of_patterns_leads_to_each_ones_file_where_no_site_is_built():
+    links = re.findall(r"^- \[`(\w+)`\]\(\.\./(patterns/\w+\.py)\): \S", (DOCS / "patterns.md").read_text(), re.M)
+    assert [name for name, _ in links] == pattern_names and all((DOCS.parent / path).is_file() for _, path in links)
+
+
 def test_every_member_that_the_reference_lists_exists():
     listed = re.findall(r"^::: sparse_flash\.(\w+)\n    options:\n      members:\n((?: +- \w+\n)+)", REFERENCE, re.M)
     assert {"BlockMask", "BlockSelection"} <= {name for name, _ in listed}

@@ -16,7 +16,8 @@ _WAITING_NAMED = 8  # of the cases that have not been run; a suite may have hund
 class Gain:
     """One mask's speed-up over the fastest dense call in its place, as timed around it; ratios are None if one side has no number.
     dense: "causal" for a mask in which no query sees a later key, else "full". rivals: (peer forward, peer forward and backward).
-    kept, visited: shares of the pairs and of the blocks of that dense call."""
+    kept, visited: shares of the pairs and of the blocks of that dense call. between: the least and the largest total that
+    the spread of the row's times and those of its rival before and after it allow."""
 
     row: Row
     forward: float | None
@@ -26,6 +27,7 @@ class Gain:
     kept: float
     visited: float
     doubtful: bool
+    between: tuple[float, float] | None
 
     @property
     def over(self) -> str:
@@ -58,7 +60,19 @@ def _gain(row: Row, name: str, dense: list[Row]) -> Gain:
         kept,
         visited,
         row.doubtful or any(rival.doubtful for rival in (forward, total) if rival),
+        _between(row, total) if total and row.total_ms else None,
     )
+
+
+def _between(row: Row, rival: Row) -> tuple[float, float]:
+    """See ``Gain``."""
+
+    def ends(result: dict, again: dict) -> tuple[float, float]:
+        pairs = [again.get(name) or result.get(f"{name}_spread") or [result[name]] for name in ("forward_ms", "backward_ms")]
+        return sum(map(min, pairs)), sum(map(max, pairs))
+
+    (low, high), (least, most) = ends(row.result, {}), ends(rival.result, row.result.get("around", {}).get(rival.key, {}))
+    return least / high, most / low
 
 
 def tables(data: dict) -> list[ReportTable]:

@@ -1,4 +1,5 @@
-"""Writes the gallery of patterns for `<!-- gallery -->` in a page: pictures, formulas, sources and figures, all from the code."""
+"""Writes the gallery of patterns in place of a page's list, between `<!-- gallery -->` and its end: pictures, formulas, sources and
+figures, all from the code."""
 
 import inspect
 import io
@@ -16,7 +17,7 @@ from sparse_flash.tools import draw
 from sparse_flash.tools.explain import explain
 from sparse_flash.tools.figures import share_text
 
-PLACE = "<!-- gallery -->"
+PLACE = re.compile("<!-- gallery -->.*<!-- end of gallery -->", re.S)
 TOKENS, BLOCK = 4096, 64
 LAYERS = (1, 2, 4, 8)
 
@@ -28,11 +29,12 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    if PLACE not in markdown:
+    if not PLACE.search(markdown):
         return markdown
     overview = "\n".join(f"- [![]({_picture(name)})<br>`{name}`](#{name})" for name in patterns.__all__)
     head = f'<div class="gallery" markdown>\n\n{overview}\n\n</div>'
-    return markdown.replace(PLACE, "\n\n".join([head, *map(_section, patterns.__all__)]))
+    written = "\n\n".join([head, *map(_section, patterns.__all__)])
+    return PLACE.sub(lambda place: written, markdown)
 
 
 def _mask(name: str, causal: bool = False) -> sf.BlockMask:

@@ -85,10 +85,10 @@ def attention(
     is the block's share of the weights.
     deterministic: bitwise repeatable gradients; None follows torch.are_deterministic_algorithms_enabled().
     precision: "fp8" computes in e4m3, on Hopper GPUs: forward only, float16 or bfloat16 inputs, head_dim up to 128, sinks but no
-    other change of scores, lengths or dropout. Up to head_dim 64 bfloat16 is faster. q and k are rotated over head_dim. q is
-    rounded in blocks of 64 tokens; k, less its mean over a head's tokens, and v in blocks of 128. Each block has a scale. Softmax
-    weights are rounded with a fixed scale, and sums are float32. backend="reference" runs this definition on any device.
-    (arXiv:2407.08608, Sec. 3.3; arXiv:2411.10958.)
+    other change of scores, lengths or dropout. docs/guides/lower-precision.md has what it gains and loses. q and k are rotated over
+    head_dim. q is rounded in blocks of 64 tokens; k, less its mean over a head's tokens, and v in blocks of 128. Each block has a
+    scale. Softmax weights are rounded with a fixed scale, and sums are float32. backend="reference" runs this definition on any
+    device. (arXiv:2407.08608, Sec. 3.3; arXiv:2411.10958.)
     backend: "auto", "hopper", "triton", "torch" or "reference". A named back end runs or raises; "auto" picks the fastest that
     supports the call, and never turns a sparse mask into a dense one.
 

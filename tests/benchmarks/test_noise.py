@@ -191,10 +191,13 @@ def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_
     assert f'<td class="doubtful">5.00 {MARK}</td>' in written
 
 
-def test_times_that_spread_make_no_headline(machine, tmp_path):
+def test_times_that_spread_make_a_headline_of_their_range_and_how_to_repeat(machine, tmp_path):
     machine.spread = 0.5
-    headlines = dict(page.headlines(measured(tmp_path)[0].data))
-    assert "no figure" in headlines and not any(key.endswith("x") for key in headlines)
+    data = measured(tmp_path)[0].data
+    (figure, said), *others = page.headlines(data)
+    low, high = (float(end.removesuffix("x")) for end in figure.split(" to "))
+    best = max(gain.total for gain in gains(data))
+    assert low < best < high and "bench --retry" in said and not any(key.endswith("x") for key, _ in others)
 
 
 def test_a_baseline_that_fails_now_leaves_the_row_with_what_it_had_alone(machine, tmp_path):
