@@ -14,6 +14,7 @@ class SharedSequence(Protocol):
     q_len: int
     tokens: int
     positions: torch.Tensor
+    document_starts: torch.Tensor
 
     def shard(self, x: torch.Tensor, dim: int, fill: float = 0) -> torch.Tensor: ...
 

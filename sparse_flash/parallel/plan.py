@@ -15,7 +15,9 @@ from ..api.attention import attention
 from ..api.keywords import answers_unknown_keywords
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
-from ..masks.pattern import Pattern
+from ..masks.parsing import parse
+from ..masks.pattern import And, Pattern
+from ..patterns import documents
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import Variant, build_variant
 from .agreement import check_agreement
@@ -99,7 +101,8 @@ def context_parallel(
     words = ", ".join(in_words) + (f" for layers {layers}" if isinstance(mask, (list, tuple)) else "")
     facts = {"mask": words, "q_len": str(q_len), **options.facts(), "block_size": str(masks[0].block_size), **numbers.decisions}
     check_agreement(facts, group)
-    plans = plans_of(numbers, options, mesh)
+    starts = [_document_starts(one) for one in given]
+    plans = plans_of(numbers, options, mesh, tuple(sorted(set.intersection(*starts))))
     return plans if isinstance(mask, (list, tuple)) else plans[0]
 
 
@@ -126,8 +129,7 @@ class ContextPlan(TokenShards):
     has none. q_len: tokens of the whole sequence.
     positions: (tokens,) int64 on the plan's device, each token's position in the whole sequence, ascending; 0 for padding. Rotary
     embeddings use them, for instance.
-    document_positions: (tokens,) int64 on the plan's device, each token's position in its document, for a plan of
-    ``ContextParallel``.
+    document_positions: (tokens,) int64 on the plan's device, each token's position in its document, for a mask with documents.
     exists: (tokens,) bool on the plan's device, False for padding.
     mask: of the whole sequence, on the CPU. strategy: "blocks", "queries" or "heads". rank: this rank. ranks: their number. device:
     of the plan's tensors. overlap: (forward, backward), whether a pass makes two calls, one of which overlaps the exchange.
@@ -299,6 +301,13 @@ def _distinct(masks: list[BlockMask]) -> tuple[list[BlockMask], list[int]]:
         return masks, [0]
     found = {mask.digest: mask for mask in masks}
     return list(found.values()), [list(found).index(mask.digest) for mask in masks]
+
+
+def _document_starts(given: MaskLike) -> set[int]:
+    """Returns the first tokens of the documents that all pairs of a pattern lie in; {0} for one document, and for a table."""
+    pattern = parse(given) if isinstance(given, str) else given
+    parts = pattern.operands if isinstance(pattern, And) else [pattern]
+    return {0}.union(*(one.cu_seqlens[:-1] for one in parts if isinstance(one, documents)))
 
 
 def _describe_mask(given: MaskLike, whole: BlockMask) -> str:

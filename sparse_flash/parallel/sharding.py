@@ -65,6 +65,12 @@ class TokenShards:
         return self.positions - starts[torch.searchsorted(starts, self.positions, right=True) - 1]
 
     @cached_property
+    def document_starts(self) -> torch.Tensor:
+        """Returns (q_len,) bool, on the plan's device: which tokens of the sequence start a document."""
+        tokens = torch.arange(self.q_len, device=self.device)
+        return torch.isin(tokens, torch.tensor(self.cu_seqlens, device=self.device))
+
+    @cached_property
     def _inverse(self) -> torch.Tensor:
         """Returns (q_len,) int64: each token's index among the tokens of all ranks, rank after rank."""
         flat = self.all_positions.ravel()

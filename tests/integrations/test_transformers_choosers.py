@@ -447,7 +447,7 @@ class Plan:
     """Stands for a plan of context parallelism."""
 
     q_len = tokens = TOKENS
-    positions = torch.arange(TOKENS)
+    positions, document_starts = torch.arange(TOKENS), torch.arange(TOKENS) == 0
 
     def shard(self): ...
 

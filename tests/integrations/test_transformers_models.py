@@ -212,10 +212,12 @@ def test_packed_sequences_of_decoders_are_what_each_is_alone_also_beside_a_cache
 
 @torch.no_grad()
 @pytest.mark.parametrize("beside", ["nothing", "a mask of ones"])
-@pytest.mark.parametrize("name", ["bert", "roberta", "electra"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "electra", "modernbert", "esm"])
 def test_packed_sequences_of_encoders_are_what_each_is_alone(name, beside):
     model, x = encoder_of(name), words(batch=1)
     given = {} if beside == "nothing" else {"attention_mask": torch.ones_like(x)}
+    if name in ("modernbert", "esm"):  # which do not pass position_ids to attention
+        given["cu_seq_lens_q"] = torch.tensor([place.start for place in PLACES] + [TOKENS], dtype=torch.int32)
     for mask in (None, "local(4) | sinks(2)"):
         use_sparse_flash(model, mask)
         states = model(x, position_ids=POSITIONS, **given).last_hidden_state[0]
@@ -362,6 +364,7 @@ ENCODERS = {
     "roberta": {**ENCODER, "intermediate_size": 48},
     "distilbert": {"vocab_size": WORDS, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
     "electra": {**ENCODER, "intermediate_size": 48, "embedding_size": 32},
+    "esm": {**ENCODER, "intermediate_size": 48, "position_embedding_type": "rotary"},
     "modernbert": {
         **ENCODER,
         "intermediate_size": 48,
@@ -542,3 +545,68 @@ def test_a_decoder_that_its_config_makes_bidirectional_takes_masks_that_look_ahe
     expected = model(x, use_cache=False)[0]
     close(use_sparse_flash(model)(x, use_cache=False)[0], expected)
     close(use_sparse_flash(model, "full")(x, use_cache=False)[0], expected)
+
+
+class Shard:
+    """Stands for a plan: some tokens of a sequence, each of which sees itself only."""
+
+    q_len, mask, document_starts = TOKENS, sf.compile_mask("causal", TOKENS), torch.arange(TOKENS) == 0
+
+    def __init__(self, *positions: int):
+        self.positions, self.tokens = torch.tensor(positions), len(positions)
+
+    def shard(self, x, dim, fill=0):
+        return x.index_select(dim, self.positions)
+
+    def attention(self, q, k, v, **options):
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+MORE_DECODERS = ["cohere", "glm", "granitemoe", "nemotron", "olmo", "olmoe", "persimmon", "qwen2_moe", "qwen3_moe", "stablelm"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*(name for name in DECODERS if name != "opt"), *MORE_DECODERS])
+def test_under_a_plan_each_token_of_a_causal_model_is_what_it_is_in_the_whole_sequence(name):
+    more = EXPERTS | {"attn_logit_softcapping": None, "sliding_window": TOKENS, "attention_chunk_size": TOKENS}
+    config = config_of(name, **more, use_sliding_window=True)
+    model = made(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    whole = use_sparse_flash(model, Shard(*range(TOKENS)))(words()).logits
+    close(use_sparse_flash(model, Shard(3, 4, 9, 21))(words()).logits, whole[:, [3, 4, 9, 21]])
+
+
+class RunningSum(torch.nn.Module):
+    def forward(self, x):
+        return x.cumsum(1)
+
+
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], **EXPERTS, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4, "factor": 2.0}
+LONGROPE["original_max_position_embeddings"] = 16
+MIX_TOKENS = {
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "Conv1d|Lfm2ShortConv"),
+    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "FalconH1Mixer"),
+    "qwen3_next": (LINEAR, "Qwen3NextGatedDeltaNet"),
+    "minimax": (LINEAR, "MiniMaxLightningAttention"),
+    "roberta": ({"is_decoder": True}, "RobertaEmbeddings"),  # positions do not start at 0
+    "opt": ({}, "OPTLearnedPositionalEmbedding"),
+    "phi3": ({"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}, "Phi3RotaryEmbedding.*'longrope'"),
+    "llama4_text": ({"floor_scale": 16}, "Llama4TextAttention.*config.attn_temperature_tuning"),
+    "llama, pooled": ({}, "forward may mix them by argmax"),
+    "llama, a user's module": ({}, r"RunningSum \(model.layers.0.mlp\) is of \w+, which is not read"),
+}
+
+
+@pytest.mark.parametrize("case", MIX_TOKENS)
+def test_models_that_mix_tokens_outside_attention_take_no_plan_unless_the_user_vouches_for_them(case):
+    changes, module = MIX_TOKENS[case]
+    config, plan = config_of(case.partition(",")[0], **changes), Shard(*range(TOKENS))
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = made(transformers.LlamaForSequenceClassification if "pooled" in case else kind, config)
+    if "user" in case:
+        model.model.layers[0].mlp = RunningSum()
+    with pytest.raises(ValueError, match=f"whose .*({module}).*pass masks instead of the plan, or tokenwise="):
+        use_sparse_flash(model, plan)
+    assert model.config._attn_implementation != "block_sparse"
+    if "user" in case:
+        use_sparse_flash(model, plan, tokenwise=[RunningSum])(words())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -25,16 +26,33 @@ TOKENS, WORDS = 500, 97
 MASKS = ["causal & local(100)", "causal & (local(64) | sinks(8))"]
 
 
-def config(**changes: object) -> transformers.LlamaConfig:
-    sizes = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    return transformers.LlamaConfig(**{**sizes, "num_key_value_heads": 2, **changes})
+SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+# Of other models than Llama. The chunks of Llama 4 are longer than the sequence.
+FAMILIES = {
+    "gemma3_text": {"head_dim": 16, "sliding_window": TOKENS, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt2": {"num_key_value_heads": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "llama4_text": {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "attention_chunk_size": TOKENS},
+    "mixtral": {"num_local_experts": 4},
+    "phi3": {"pad_token_id": 0},
+}
 
 
-def of_transformers(labelled: int, compiled: bool) -> tuple[float, float, float]:
+def config(name: str = "llama", **changes: object) -> transformers.PretrainedConfig:
+    given = {**SIZES, "num_key_value_heads": 2, **FAMILIES.get(name, {}), **changes}
+    return transformers.CONFIG_MAPPING[name](**given)
+
+
+def causal_model(name: str, **changes: object) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    given = config(name, **changes)
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(given)](given)
+
+
+def of_transformers(name: str, labelled: int, compiled: bool) -> tuple[float, float, float]:
     """(the difference of the loss, of the logits, of the parameters' gradients) of a model with a mask for each layer, and
     dropout. labelled: how many tokens have labels, from the first."""
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config(attention_dropout=0.1))
+    dropout = "attn_pdrop" if name == "gpt2" else "attention_dropout"
+    model = causal_model(name, **{dropout: 0.1})
     whole = copy.deepcopy(model)
     words = torch.randint(0, WORDS, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     labels = words.clone()
@@ -42,18 +60,43 @@ def of_transformers(labelled: int, compiled: bool) -> tuple[float, float, float]
     torch.manual_seed(2)
     wanted = use_sparse_flash(whole, per_layer=MASKS)(words, labels=labels)
     wanted.loss.backward()
-    plans = sf.context_parallel(MASKS, TOKENS, mesh(), heads=4, kv_heads=2, block_size=64)
+    kv_heads = model.config.num_attention_heads if name == "gpt2" else 2
+    plans = sf.context_parallel(MASKS, TOKENS, mesh(), heads=4, kv_heads=kv_heads, block_size=64)
     use_sparse_flash(model, plans)
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     torch.manual_seed(2 + dist.get_rank())
     out = run(words, labels=labels)
     out.loss.backward()
     loss = out.loss.detach().clone()
-    for tensor in (loss, *(p.grad for p in model.parameters())):
+    for tensor in (loss, *(p.grad for p in model.parameters() if p.grad is not None)):
         dist.all_reduce(tensor)
-    gradients = [[p.grad for p in one.parameters()] for one in (model, whole)]
+    gradients = [[p.grad for p in one.parameters() if p.grad is not None] for one in (model, whole)]
     logits = plans.unshard(out.logits, 1)
     return difference([loss], [wanted.loss.detach()]), difference([logits], [wanted.logits.detach()]), difference(*gradients)
+
+
+def of_packed(given: str, compiled: bool) -> tuple[float, float] | str:
+    """(the difference of the loss, of the logits) of packed documents whose positions restart, or the error of a plan without them.
+    given: by what the plan knows the documents."""
+    starts = [0, 130, 320]
+    words = torch.randint(0, WORDS, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise((*starts, TOKENS))])[None]
+    wanted = use_sparse_flash(causal_model("llama"), "causal & local(100)")(words, labels=words, position_ids=positions)
+    if given == "planner":
+        with sf.ContextParallel(mesh(), "causal & local(100)", q_len=TOKENS, block_size=64) as planner:
+            plan = planner.submit([*starts, TOKENS]).result()
+    else:
+        mask = f"causal & local(100) & documents([0, 130, 320, {TOKENS}])" if given == "mask" else "causal & local(100)"
+        plan = sf.context_parallel(mask, TOKENS, mesh(), block_size=64)
+    model = use_sparse_flash(causal_model("llama"), plan)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    try:
+        out = run(words, labels=words, position_ids=positions)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    loss = out.loss.detach().clone()
+    dist.all_reduce(loss)
+    return difference([loss], [wanted.loss.detach()]), difference([plan.unshard(out.logits, 1)], [wanted.logits.detach()])
 
 
 def refused_by_transformers() -> dict[str, str]:
@@ -63,7 +106,14 @@ def refused_by_transformers() -> dict[str, str]:
     words = torch.zeros(1, TOKENS, dtype=torch.int64)
     window = transformers.MistralConfig(**config().to_diff_dict() | {"model_type": "mistral", "sliding_window": 100})
     model = use_sparse_flash(transformers.LlamaForCausalLM(config()), plans)
+    tags = transformers.LlamaForTokenClassification(config())
+    mixtral = causal_model("mixtral", output_router_logits=True)
     calls = {
+        "labels": lambda: use_sparse_flash(tags, plans)(words, labels=words),
+        "logits_to_keep": lambda: model(words, labels=words, logits_to_keep=1),
+        "cu_seq_lens_q": lambda: model(words, cu_seq_lens_q=torch.tensor([0, 60, TOKENS], dtype=torch.int32)),
+        "router": lambda: use_sparse_flash(mixtral, plans)(words),
+        "chunk": lambda: use_sparse_flash(causal_model("llama4_text", attention_chunk_size=100), plans)(words),
         "padding": lambda: model(words, attention_mask=(torch.arange(TOKENS) < 400)[None]),
         "cache": lambda: model(words, past_key_values=transformers.DynamicCache()),
         "tokens": lambda: model(words[:, 1:]),

@@ -7,16 +7,36 @@ from tiny_lm import random_tokens
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("ranks, labelled, compiled", [(1, 500, False), (2, 500, False), (2, 60, False), (2, 500, True)])
-def test_a_model_of_transformers_gives_what_one_process_gives_also_where_one_rank_has_all_labels(pools, ranks, labelled, compiled):
-    for errors in pools(ranks).run(models_on_ranks.of_transformers, labelled, compiled):
+OF_MODELS = [(1, "llama", 500, False), (2, "llama", 500, False), (2, "llama", 60, False), (2, "llama", 500, True)]
+OF_MODELS += [(2, name, 500, False) for name in models_on_ranks.FAMILIES]
+
+
+@pytest.mark.parametrize("ranks, name, labelled, compiled", OF_MODELS)
+def test_a_model_of_transformers_gives_what_one_process_gives_also_where_one_rank_has_all_labels(
+    pools, ranks, name, labelled, compiled
+):
+    for errors in pools(ranks).run(models_on_ranks.of_transformers, name, labelled, compiled):
         assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("given", ["mask", "planner", "nothing"])
+def test_positions_restart_only_with_the_documents_of_the_plan(pools, given, compiled):
+    for errors in pools(2).run(models_on_ranks.of_packed, given, compiled):
+        if given == "nothing":
+            assert "position_ids must restart only where a document of the plan's mask starts" in errors
+        else:
+            assert max(errors) < 1e-5
 
 
 def test_models_and_calls_that_a_plan_does_not_fit_are_refused_by_name(pools):
     for said in pools(2).run(models_on_ranks.refused_by_transformers):
         assert "leave attention_mask out" in said["padding"]
-        assert "past_key_values cannot be used with a plan" in said["cache"]
+        for name in ("past_key_values", "logits_to_keep", "cu_seq_lens_q", "config.output_router_logits"):
+            key = {"past_key_values": "cache", "config.output_router_logits": "router"}.get(name, name)
+            assert f"{name} cannot be used with a plan" in said[key]
+        assert "labels cannot be used with a plan" in said["labels"] and "LlamaForTokenClassification" in said["labels"]
+        assert "attention_chunk_size" in said["chunk"]
         assert "must hold the 500 tokens of the whole sequence; got shape (1, 499)" in said["tokens"]
         assert "the layer's own mask is local(100), and a plan cannot be joined with it" in said["window"]
         assert "layers [1] do not share their tokens with layer 0" in said["mixed"]

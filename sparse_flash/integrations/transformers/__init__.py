@@ -34,6 +34,7 @@ from ...masks.pattern import Pattern
 from ..record import LayerRecord, MaskRecord, count_causal
 from .attend import NAME, PREVIOUS, SETTINGS, LayerSettings, attend_layer
 from .by_content import split_choices
+from .by_token import check_acts_by_token
 from .check_masks import OWN, assign_masks, check_future, check_heads, is_decoder, looks_ahead
 from .layers import find_other_attention, find_self_attention, find_tower, unwrap_model
 from .limits import depends_on_position
@@ -70,6 +71,7 @@ def use_sparse_flash(
     dense_below: int | None = None,
     dense_layers: Iterable[int] | None = None,
     dense_last: int | None = None,
+    tokenwise: Iterable[type[torch.nn.Module]] = (),
 ) -> torch.nn.Module:
     """Switches a model's self-attention to ``sparse_flash.attention`` under ``mask``; returns the model.
 
@@ -84,7 +86,10 @@ def use_sparse_flash(
     Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
     returns their logits. Its loss is the sum over the rank's labels, divided by the valid labels of all ranks: the sum over ranks
-    is the loss of the sequence. num_items_in_batch is passed on if it is given, as for a step of several batches.
+    is the loss of the sequence. num_items_in_batch is passed on if it is given, as for a step of several batches. A model is
+    refused if anything else in it may mix tokens: see ``by_token``. tokenwise: classes of its modules that do not, which are not
+    checked. Refused, too: position_ids that restart within a document of the plan's mask, and arguments other than tokens and
+    labels that are on.
     per_layer: a list with a mask for each layer; instead of mask.
     bidirectional: allows a decoder masks that look ahead. Without it, the mask of a decoder's layer must be within causal and say
     so, "causal & ...", because its tokens are trained to predict the later ones.
@@ -129,7 +134,9 @@ def use_sparse_flash(
     masks, choices = split_choices(assign_masks(mask, per_layer, sorted(layers)), dense_below, dense_layers, dense_last)
     check_heads(masks, layers, "" if saved is None else f" in {saved.name}")
     ahead = check_future(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
-    plan = find_plan(masks, find_other_attention(model, layers.values()))
+    plan = find_plan(masks)
+    if plan is not None:
+        check_acts_by_token(model, layers.values(), plan.q_len, tokenwise)
     if precision is not None and plan is not None:
         raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
     if not restores and not any(hasattr(layer, SETTINGS) for layer in layers.values()):

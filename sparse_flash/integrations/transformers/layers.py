@@ -36,13 +36,13 @@ def unwrap_model(model: object) -> PreTrainedModel:
 def find_tower(model: torch.nn.Module) -> torch.nn.Module:
     """Returns the part of a model whose self-attention is switched: its text decoder if it has several parts, otherwise all."""
     decoder: torch.nn.Module = getattr(model, "get_decoder", lambda: model)()
-    return decoder if any(map(_takes_interface, decoder.modules())) else model
+    return decoder if any(map(takes_interface, decoder.modules())) else model
 
 
 def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     """Returns a tower's self-attention modules by layer number. Raises ValueError if some cannot be switched."""
-    taking = [(name, module) for name, module in model.named_modules() if _takes_interface(module)]
-    others = [module for module in model.modules() if _is_attention(module) and not any(map(_takes_interface, module.modules()))]
+    taking = [(name, module) for name, module in model.named_modules() if takes_interface(module)]
+    others = [module for module in model.modules() if _is_attention(module) and not any(map(takes_interface, module.modules()))]
     if others:
         raise ValueError(
             f"{type(others[0]).__name__} of {type(model).__name__} does not call attention through Transformers' attention "
@@ -78,7 +78,7 @@ def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
 def find_other_attention(model: torch.nn.Module, layers) -> list[torch.nn.Module]:
     """Returns the modules that call the interface and are not in ``layers``."""
     chosen = set(map(id, layers))
-    return [module for module in model.modules() if _takes_interface(module) and id(module) not in chosen]
+    return [module for module in model.modules() if takes_interface(module) and id(module) not in chosen]
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
@@ -93,7 +93,7 @@ def _is_cross_attention(name: str, module: torch.nn.Module) -> bool:
     return named or bool(getattr(module, "is_cross_attention", False))
 
 
-def _takes_interface(module: torch.nn.Module) -> bool:
+def takes_interface(module: torch.nn.Module) -> bool:
     kind: type = type(module)  # declared: as above
     return "ALL_ATTENTION_FUNCTIONS" in _names(kind)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,9 @@ def is_window(limit: str | Pattern) -> bool:
     return isinstance(limit, str) and limit.startswith("local(")
 
 
-def keeps_all(limit: str | Pattern, kv_length: int) -> bool:
-    """Whether the limit is a window that covers all keys."""
-    return is_window(limit) and int(str(limit)[6:-1]) >= kv_length
+def keeps_all(limit: str | Pattern, kv_length: int, first: int = 0) -> bool:
+    """Whether the limit is a window that covers all keys, or chunks of which the first does. first: the first key's position."""
+    if is_window(limit):
+        return int(str(limit)[6:-1]) >= kv_length
+    chunk = re.fullmatch(r"block_diagonal\(block=(\d+)\)", str(limit))
+    return chunk is not None and int(chunk[1]) >= first + kv_length

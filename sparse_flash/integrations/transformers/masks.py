@@ -176,7 +176,9 @@ class ModelMask(FlexBlockMask):
 
         mask: a Pattern, spec text, a BlockMask of these lengths, or None for all pairs.
         """
-        limits = tuple(limit for limit in self.limits if len(limit) > 1 or not keeps_all(limit[0], self.kv_length))
+        limits = tuple(
+            limit for limit in self.limits if len(limit) > 1 or not keeps_all(limit[0], self.kv_length, self.first_key_position)
+        )
         if isinstance(mask, BlockMask):
             self._check_block_mask(mask, limits)
         # Compiled code with masks of positions keeps all keys, so graphs do not depend on the position.

@@ -14,7 +14,7 @@ import torch
 from ...masks.pattern import Pattern
 from ...masks.rules import move_pattern
 from ...patterns import block_diagonal
-from .limits import depends_on_position
+from .limits import depends_on_position, keeps_all
 
 
 class MaskParts(NamedTuple):
@@ -78,8 +78,10 @@ def read_function(function: Any) -> MaskParts:
             # The distance of two tokens of one sequence does not change; another restriction separates sequences. What depends on
             # positions counts from the start of each, as long as these positions do.
             parts = read_function(held["mask_function"])
-            if any(len(limit) > 1 or depends_on_position(limit[0]) for limit in parts.limits):
-                return parts._replace(is_known=parts.is_known and _restart_at_zero(held["position_ids"]))
+            positions = held["position_ids"]
+            limits = [limit for limit in parts.limits if len(limit) > 1 or depends_on_position(limit[0])]
+            if limits and any(len(limit) > 1 or not keeps_all(limit[0], int(positions.max()) + 1) for limit in limits):
+                return parts._replace(is_known=parts.is_known and _restart_at_zero(positions))
             return parts
     return MaskParts(is_known=False)
 

@@ -7,20 +7,26 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...api.shared import SharedSequence
-from .limits import keeps_all
+from ...compat.pytorch import assert_in_graph
+from .limits import is_window, keeps_all
 
 if TYPE_CHECKING:
     from .attend import LayerCall
 
 _IGNORED = -100  # a label that counts for nothing, in Transformers' losses
+# Arguments of models: those that are sharded, and others that mean the same on each rank.
+_OF_TOKENS = {"input_ids", "inputs_embeds", "token_type_ids"}
+_SHARED = {"labels", "num_items_in_batch", "output_hidden_states", "position_ids", "return_dict", "shift_labels", "use_cache"}
 
 
-def find_plan(masks: Mapping[int, object], others: list[torch.nn.Module]) -> SharedSequence | None:
+def find_plan(masks: Mapping[int, object]) -> SharedSequence | None:
     """Returns the plan of one of a model's layers, as all layers share its tokens; None if the layers have masks.
 
-    masks: by layer. others: modules that attend and are not switched. Raises ValueError if a model cannot be shared.
+    masks: by layer. Raises ValueError if layers do not share their tokens.
     """
     plans = {number: mask for number, mask in masks.items() if isinstance(mask, SharedSequence)}
     if not plans:
@@ -32,16 +38,11 @@ def find_plan(masks: Mapping[int, object], others: list[torch.nn.Module]) -> Sha
             f"layers {wrong} do not share their tokens with layer {next(iter(plans))}; make one plan for all layers: "
             "context_parallel([mask of each layer, ...], ...)"
         )
-    if others:
-        raise ValueError(
-            f"the model also attends in {type(others[0]).__name__}, whose tokens a plan does not share; pass a model with one text "
-            "decoder, or masks instead of the plan"
-        )
     return first
 
 
 def shard_arguments(
-    plan: SharedSequence, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    plan: SharedSequence, module: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the keywords with which a model's ``forward`` gets this rank's tokens, from the arguments of all tokens.
 
@@ -56,24 +57,57 @@ def shard_arguments(
     padding = given.pop("attention_mask", None)
     if padding is not None and (padding.dim() != 2 or torch.compiler.is_compiling() or not padding.bool().all()):
         raise ValueError("a plan has no padding of its own; leave attention_mask out, and give padding the label -100")
-    if refused := [name for name in ("past_key_values", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k") if name in given]:
-        raise ValueError(f"{', '.join(refused)} cannot be used with a plan; call use_sparse_flash with a mask for that")
-    for name in ("input_ids", "inputs_embeds"):
-        if name in given:
-            given[name] = plan.shard(given[name], 1)
+    _refuse_arguments(module, given)
+    for name in _OF_TOKENS & given.keys():
+        given[name] = plan.shard(given[name], 1)
     positions = given.get("position_ids")
-    given["position_ids"] = plan.positions[None] if positions is None else plan.shard(positions, positions.dim() - 1)
+    if positions is None:
+        given["position_ids"] = plan.positions[None]
+    else:
+        _check_positions(plan, positions)
+        given["position_ids"] = plan.shard(positions, positions.dim() - 1)
     labels, shifted = given.get("labels"), given.get("shift_labels")
     if labels is not None and shifted is None:
         shifted = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:].contiguous()
     if shifted is not None:
-        if not rest:
-            raise ValueError(f"{type(module).__name__} does not take shift_labels; compute the loss from its logits")
+        if not rest or module.loss_function is not ForCausalLMLoss:
+            raise ValueError(
+                f"labels cannot be used with a plan if a model's loss is not that of next tokens; got {type(module).__name__}; "
+                "compute the loss from its logits and plan.shard(labels, 1, fill=-100), or use the ForCausalLM model"
+            )
         given.setdefault("num_items_in_batch", (shifted != _IGNORED).sum())
         given["labels"] = given["shift_labels"] = plan.shard(shifted, 1, fill=_IGNORED)
     if "use_cache" in signature.parameters:
         given["use_cache"] = False
     return given
+
+
+def _refuse_arguments(module: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Raises ValueError for arguments that are on, and mean something else to a rank's tokens than to all."""
+    refused = [
+        name for name, value in given.items() if name not in _OF_TOKENS | _SHARED and not (isinstance(value, int) and value == 0)
+    ]
+    if "output_router_logits" not in given and getattr(module.config, "output_router_logits", False):
+        refused.append("config.output_router_logits")
+    if refused:
+        raise ValueError(
+            f"{', '.join(refused)} cannot be used with a plan, as a rank has some of the tokens only; leave it out or set it to "
+            "False, put documents in the plan's mask, or call use_sparse_flash with a mask for that"
+        )
+
+
+def _check_positions(plan: SharedSequence, positions: torch.Tensor) -> None:
+    """Raises ValueError if position_ids, (..., q_len), restart where no document of the plan starts. Compiled code cannot read
+    values, and fails at run time."""
+    wrong = ((positions.diff() <= 0) & ~plan.document_starts[1:]).any()
+    error = (
+        "position_ids must restart only where a document of the plan's mask starts; put the documents in it, "
+        "'causal & documents([0, ..., tokens])', or make it by ContextParallel"
+    )
+    if torch.compiler.is_compiling():
+        assert_in_graph(~wrong, error)
+    elif wrong:
+        raise ValueError(error)
 
 
 def attend_by_plan(call: LayerCall, block_indices: torch.Tensor | None) -> torch.Tensor:
@@ -83,7 +117,7 @@ def attend_by_plan(call: LayerCall, block_indices: torch.Tensor | None) -> torch
     plan, settings, model_mask = cast(SharedSequence, call.settings.plan), call.settings, call.model_mask
     unsupported = {
         "a soft cap": bool(call.softcap),
-        "a 4-D attention_mask": model_mask.kept_pairs is not None,
+        "a 4-D attention_mask, or a config.attention_chunk_size shorter than the sequence": model_mask.kept_pairs is not None,
         "padding": model_mask.key_starts is not None,
         "a choice of blocks": block_indices is not None,
     }
@@ -92,9 +126,10 @@ def attend_by_plan(call: LayerCall, block_indices: torch.Tensor | None) -> torch
         raise ValueError(f"{names} cannot be used with a plan; call use_sparse_flash with a mask for that")
     limits = [str(limit[0]) for limit in model_mask.limits if not keeps_all(limit[0], plan.q_len)]
     if limits:
+        setting = "sliding_window to None" if is_window(limits[0]) else f"attention_chunk_size to {plan.q_len}"
         raise ValueError(
             f"the layer's own mask is {' & '.join(limits)}, and a plan cannot be joined with it; make it part of the layer's mask "
-            "in the plan, and set the model's config.sliding_window to None"
+            f"in the plan, and set the model's config.{setting}"
         )
     options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout, "sinks": call.sinks}
     options |= {"deterministic": settings.deterministic, "backend": settings.backend}
