@@ -38,7 +38,8 @@ def pages() -> list[Path]:
 
 def _peers(data: dict) -> str:
     names, rows = _rows_of_peers(data)
-    head = ["shape", "mask", "sparse_flash", "/ best peer", *(_NAMES.get(name, name) for name in names)]
+    short = [_NAMES.get(name, name).replace("FlashAttention-", "FA").replace("FlexAttention", "Flex") for name in names]
+    head = ["shape", "mask", "sparse_flash", "/ best peer", *short]
     return _markdown(
         head, [[*facts, ours, f"**{ratio}**", *(cell or "-" for cell in theirs)] for facts, ours, ratio, theirs in rows]
     )
