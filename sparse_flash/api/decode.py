@@ -160,7 +160,7 @@ def can_decode(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def _resolve_mask(
-    mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Tensor, kv_lens: Any, kv_starts: Any
+    mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Tensor, kv_lens: Any = None, kv_starts: Any = None
 ) -> tuple[BlockMask | None, bool]:
     """(the square mask or None, whether attention without one is causal)."""
     if mask is None:

@@ -380,6 +380,8 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "block_table must be int32 or int64 on cpu; got torch.int16", q, k, k, block_table=table.short())
     refused(ValueError, r"kv_lens must have shape \(2,\)", q, k, k, kv_lens=lens[:1])
     refused(ValueError, r"block_table must have shape \(2, pages of a sequence\)", q, k, k, block_table=table[0])
+    refused(ValueError, "kv_starts must be None with a block_table", q, k, k, kv_starts=lens, block_table=table)
+    refused(ValueError, "kv_starts must be at most .*; got 9000", q, k, k, kv_starts=lens * 0 + 9000)
     refused(ValueError, "power of two; got 48", q, k[:, :, :48], k[:, :, :48], block_table=table)
     refused(ValueError, "square and cover the cache's capacity of 256", q, k, k, mask=sf.compile_mask("causal", 1, 256))
     refused(ValueError, "capacity of 256", q, k, k, mask=sf.compile_mask("causal", 255))

@@ -211,7 +211,8 @@ def _attend_rows(call: LayerCall, mask: _Mask) -> torch.Tensor:
     # Compiled code cannot read whether there is padding.
     padded = model_mask.first_token is not None if torch.compiler.is_compiling() else model_mask.left_padding
     if call.settings.needs_positions and mask is not None and padded:
-        if model_mask.can_move_tokens() and model_mask.q_length == model_mask.key_count:
+        is_whole = model_mask.q_length == model_mask.key_count and not model_mask.first_key_position
+        if is_whole and model_mask.has_only_windows() and model_mask.kept_pairs is None:
             return _attend_moved(call, key, value, mask)
         model_mask, mask = model_mask.add_moved_limit(mask), None
     return _attend(call, call.query, key, value, model_mask.intersect(mask, key.device), **_lengths_of(model_mask))

@@ -152,10 +152,6 @@ class ModelMask(FlexBlockMask):
     def has_only_windows(self) -> bool:
         return all(is_window(one) for limit in self.limits for one in limit)
 
-    def can_move_tokens(self) -> bool:
-        """Whether moving each sequence's tokens to position 0 says the same: its own limits are windows, and no key was dropped."""
-        return self.has_only_windows() and self.kept_pairs is None and not self.first_key_position
-
     def add_moved_limit(self, mask: Pattern | str | BlockMask) -> ModelMask:
         """Returns this mask with ``mask`` among its limits, whose positions count from each sequence's first token."""
         if mask not in self._moved:
