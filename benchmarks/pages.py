@@ -78,9 +78,9 @@ def _calls(data: dict) -> str:
         costs.setdefault((row["call"], row["tokens"]), {})[row["gradients"]] = row
     lines = []
     for (call, tokens), passes in costs.items():
-        cells = [passes.get(gradients, {}).get(name) for gradients in (False, True) for name in ("host_us", "graph_us")]
+        cells = [passes[False]["host_us"], passes[False].get("graph_us"), passes.get(True, {}).get("host_us")]
         lines.append([call, f"{tokens:,}", *("-" if us is None else number(us) for us in cells)])
-    return _markdown(["call", "tokens", "forward: host", "on the GPU", "and backward: host", "on the GPU"], lines)
+    return _markdown(["call", "tokens", "forward: host", "on the GPU", "and backward: host"], lines)
 
 
 def _markdown(columns: list[str], rows: list[list[str]]) -> str:
