@@ -50,7 +50,7 @@ def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Cal
 
 
 def measure(call: Call, leaves: tuple[torch.Tensor, ...], gradients: bool, seconds: float) -> dict[str, float]:
-    """Returns host_us and each_us (of calls back to back) of a call, with its backward pass if asked; else, on a GPU, graph_us, too."""
+    """Returns host_us, and each_us of calls back to back; without gradients, on a GPU, also graph_us. gradients: both passes."""
 
     def run() -> object:
         out = call()
