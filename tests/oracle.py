@@ -124,13 +124,53 @@ def kept_pairs(pattern, mask, q_len: int, kv_len: int) -> torch.Tensor:
     return torch.from_numpy(pattern.token_rule(q[:, None], kv[None, :]).copy()).expand(q_len, kv_len)
 
 
-def dense_attention(q, k, v, kept, scale):
-    """(out, lse) of the oracle: whole matrices, differentiable. Rows that keep nothing give out 0 and lse -inf."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+def existing(tokens: int, starts=None, lens=None) -> torch.Tensor:
+    """Which tokens of each sequence exist: bool, (batch, tokens), or (1, tokens) without starts and lens, (batch,) integers."""
+    token = torch.arange(tokens, device=DEVICE)[None]
+    exist = torch.ones_like(token, dtype=torch.bool)
+    exist = exist if starts is None else exist & (token >= starts[:, None])
+    return exist if lens is None else exist & (token < lens[:, None])
+
+
+def dense_attention(
+    q, k, v, kept, scale=None, *, softcap=None, alibi_slopes=None, rel_bias=None, score_mod=None, score_params=(), sinks=None,
+    dropout_p=0.0, survives=None, q_starts=None, q_lens=None, kv_starts=None, kv_lens=None,
+):  # fmt: skip
+    """(out, lse) of the oracle: the formulas of ``attention``'s docstring on whole matrices, differentiable, for inputs in float64.
+
+    kept: bool, broadcastable to (batch, heads, q_len, kv_len). survives: the pairs that dropout keeps, of that shape. Queries that
+    keep nothing give out 0 and lse -inf, or their sink; queries that do not exist give 0 and -inf.
+    """
+    (batch, heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
+    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    scores = (head_dim**-0.5 if scale is None else scale) * q @ k.mT
+    q_pos, k_pos = torch.arange(q_len, device=q.device)[:, None] + kv_len - q_len, torch.arange(kv_len, device=q.device)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double().expand(batch, heads)[:, :, None, None] * (q_pos - k_pos).abs()
+    if rel_bias is not None:
+        reach = rel_bias.shape[1] // 2
+        scores = scores + rel_bias[:, (k_pos - q_pos).clamp(-reach, reach) + reach]
+    if score_mod is not None:
+        places = torch.arange(batch, device=q.device)[:, None, None, None], torch.arange(heads, device=q.device)[:, None, None]
+        scores = score_mod.torch(scores, *places, q_pos, k_pos, tuple(t.double() for t in score_params))
+        kept = kept & ~scores.isneginf()
+    queries, keys = existing(q_len, q_starts, q_lens)[:, None].to(q.device), existing(kv_len, kv_starts, kv_lens).to(q.device)
+    kept = kept & keys[:, None, None] & queries[..., None]
     some = kept.any(-1)
-    scores = (scale * q @ k.mT).masked_fill(~kept & some[..., None], float("-inf"))
-    out = torch.softmax(scores, -1) @ v
-    return torch.where(some[..., None], out, 0.0), torch.where(some, scores.logsumexp(-1), float("-inf"))
+    # Finite if a row keeps nothing, for the sake of gradients.
+    scores = scores.masked_fill(~kept & some[..., None], float("-inf")).masked_fill(~kept & ~some[..., None], 0.0)
+    lse = torch.where(some, scores.logsumexp(-1), float("-inf"))
+    weights = torch.where(some[..., None], scores.softmax(-1), 0.0)
+    if sinks is not None:
+        sinks, finite = sinks.to(lse)[:, None].expand(batch, heads, q_len), torch.where(some, lse, 0.0)
+        total = torch.where(some, torch.logaddexp(finite, sinks), sinks)
+        weights = weights * torch.where(some, (finite - total).exp(), 0.0)[..., None]
+        lse = torch.where(queries, total, float("-inf"))
+    if survives is not None:
+        weights = torch.where(survives, weights / (1 - dropout_p), 0.0)
+    return weights @ v, lse
 
 
 def pytorch_attention(q, k, v, kept, scale):

@@ -123,7 +123,7 @@ def block_sparse_attn_func(
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(F.pad(lse, (0, max_seqlen_q_ - q_len), value=float("-inf")))
         first = stop
-    out = torch.cat([*outs, q.new_zeros(len(q) - starts[-1], *outs[0].shape[1:])])
+    out = torch.cat([*outs, outs[0].new_zeros(len(q) - starts[-1], *outs[0].shape[1:])])
     return (out, torch.cat(lses), None) if return_attn_probs else out
 
 

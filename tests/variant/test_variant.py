@@ -5,13 +5,22 @@ import dataclasses
 import functools
 import pickle
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accepted import fitted, needs_triton
-from oracle import BACKENDS, DEVICE, compared, heavy_rows_split, make_call, no_host_synchronization, require
+from oracle import (
+    BACKENDS,
+    DEVICE,
+    compared,
+    dense_attention,
+    existing,
+    heavy_rows_split,
+    make_call,
+    no_host_synchronization,
+    require,
+)
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
@@ -118,55 +127,10 @@ def inputs(dtype=torch.float32, q_len=70, kv_len=90, head_dim=16, batch=2, kv_he
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
 
 
-def existing(starts, lens, batch: int, tokens: int) -> torch.Tensor:
-    """(batch, tokens) bool."""
-    token = torch.arange(tokens, device=DEVICE)
-    exist = torch.ones(batch, tokens, dtype=torch.bool, device=DEVICE)
-    exist &= True if starts is None else token >= starts[:, None]
-    return exist & (True if lens is None else token < lens[:, None])
-
-
 def surviving(q, k, dropout_p: float, seed: int) -> torch.Tensor:
     """Returns the pairs that dropout keeps in the first call after manual_seed(seed): (batch, heads, q_len, kv_len) bool."""
     torch.manual_seed(seed)
     return kept_by_dropout(build_variant(q, k, dropout_p=dropout_p), Pairs.all(q, k))
-
-
-def definition(q, k, v, kept, given: dict, survives):
-    """(out, lse) of float64 inputs: the formulas of ``attention``'s docstring on whole matrices, differentiable."""
-    given = SimpleNamespace(**given)
-    (batch, heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
-    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
-    q_pos, k_pos = torch.arange(q_len, device=DEVICE)[:, None] + kv_len - q_len, torch.arange(kv_len, device=DEVICE)
-    queries, keys = (
-        existing(getattr(given, f"{side}_starts", None), getattr(given, f"{side}_lens", None), batch, tokens)[:, None]
-        for side, tokens in (("q", q_len), ("kv", kv_len))
-    )
-    scores = head_dim**-0.5 * q @ k.mT
-    if hasattr(given, "softcap"):
-        scores = given.softcap * torch.tanh(scores / given.softcap)
-    if hasattr(given, "alibi_slopes"):
-        scores = scores - given.alibi_slopes.double().expand(batch, heads)[:, :, None, None] * (q_pos - k_pos).abs()
-    if hasattr(given, "rel_bias"):
-        reach = given.rel_bias.shape[1] // 2
-        scores = scores + given.rel_bias[:, (k_pos - q_pos).clamp(-reach, reach) + reach]
-    if hasattr(given, "score_mod"):
-        scores = scores + given.score_params[0].double()[:, :, None, None] * scores**2
-        kept = kept & (k_pos % 5 != 0)
-    kept = kept & keys[:, :, None] & queries[..., None]
-    some = kept.any(-1)
-    # Finite if a row keeps nothing, for the sake of gradients.
-    scores = scores.masked_fill(~kept & some[..., None], -float("inf"))
-    lse = torch.where(some, scores.logsumexp(-1), -float("inf"))
-    weights = torch.where(some[..., None], scores.softmax(-1), 0.0)
-    if hasattr(given, "sinks"):
-        sinks = given.sinks[:, None].expand(batch, heads, q_len)
-        total = torch.where(some, torch.logaddexp(torch.where(some, lse, 0.0), sinks), sinks)
-        weights = weights * torch.where(some, (torch.where(some, lse, 0.0) - total).exp(), 0.0)[..., None]
-        lse = torch.where(queries, total, -float("inf"))
-    if survives is not None:
-        weights = torch.where(survives, weights / (1 - given.dropout_p), 0.0)
-    return weights @ v, lse
 
 
 def results(attend, tensors, given: dict, dout):
@@ -213,7 +177,7 @@ def check(backend, name, mask="causal", dtype=None, block_size=None, seed=5, det
     options = {"return_lse": True, "backend": backend, "deterministic": deterministic}
     ours = results(lambda *t: sf.attention(*t, table, **options, **given), (q, k, v), given, dout)
     exact = [t.double() for t in (q, k, v)]
-    wanted = results(lambda *t: definition(*t, kept, given, survives), exact, given, dout.double())
+    wanted = results(lambda *t: dense_attention(*t, kept, survives=survives, **given), exact, given, dout.double())
     for label, mine, right in zip(("out", "lse", "dq", "dk", "dv", "learned", "learned"), ours, wanted, strict=False):
         assert not mine.isnan().any(), label
         assert torch.equal(mine.isneginf(), right.isneginf()), label
@@ -242,9 +206,9 @@ def test_a_soft_cap_loses_nothing_that_its_size_multiplies(backend, softcap):
     kept = torch.ones((), dtype=torch.bool, device=DEVICE)
     ours = results(lambda *t: sf.attention(*t, softcap=softcap, return_lse=True, backend=backend), (q, k, v), {}, dout)
     exact = [t.double() for t in (q, k, v)]
-    wanted = results(lambda *t: definition(*t, kept, {"softcap": softcap}, None), exact, {}, dout.double())
+    wanted = results(lambda *t: dense_attention(*t, kept, softcap=softcap), exact, {}, dout.double())
     plain = results(lambda *t: sf.attention(*t, return_lse=True, backend=backend), (q, k, v), {}, dout)
-    uncapped = results(lambda *t: definition(*t, kept, {}, None), exact, {}, dout.double())
+    uncapped = results(lambda *t: dense_attention(*t, kept), exact, {}, dout.double())
     for mine, right, without, right_without in zip(ours, wanted, plain, uncapped, strict=True):
         of_plain = (without - right_without).abs().max()
         assert (mine - right).abs().max() <= 4 * of_plain + 1e-6 * right.abs().max()
@@ -345,8 +309,8 @@ def test_what_lies_in_tokens_that_do_not_exist_does_not_matter(backend, name, ma
         and (name, mask) not in (("lengths", None), ("lengths", "local(9)"), ("all", "causal"))
     ):
         pytest.skip("Triton's interpreter is slow")
-    queries = existing(given.get("q_starts"), given.get("q_lens"), 2, 70)[:, None, :, None]
-    keys = existing(given.get("kv_starts"), given.get("kv_lens"), 2, 90)[:, None, :, None]
+    queries = existing(70, given.get("q_starts"), given.get("q_lens"))[:, None, :, None]
+    keys = existing(90, given.get("kv_starts"), given.get("kv_lens"))[:, None, :, None]
 
     def run(filling):
         spoiled = [torch.where(exist, t, filling) for t, exist in ((q, queries), (k, keys), (v, keys))]
@@ -565,7 +529,7 @@ def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
     grads = run.backward(dout, None, q, k, v, out, lse, part.mask, scale, False, given)
     kept = part.mask.to_dense()
     exact = [t.double().requires_grad_() for t in (q, k, v)]
-    wanted, _ = definition(*exact, kept, {"dropout_p": given.dropout_p}, survives.flip(1)[:, :, of_rows][..., of_cols])
+    wanted, _ = dense_attention(*exact, kept, dropout_p=given.dropout_p, survives=survives.flip(1)[:, :, of_rows][..., of_cols])
     wanted_grads = torch.autograd.grad(wanted, exact, dout.double())
     for mine, right in zip((out, *grads), (wanted, *wanted_grads), strict=True):
         torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5)
@@ -684,7 +648,7 @@ def test_scores_that_overflow_past_the_last_token_do_not_reach_gradients(backend
     kept = torch.ones((), dtype=torch.bool, device=DEVICE)
     ours = results(lambda *t: sf.attention(*t, return_lse=True, backend=backend, **given), (q, k, v), given, dout)
     exact = [t.double() for t in (q, k, v)]
-    wanted = results(lambda *t: definition(*t, kept, given, None), exact, given, dout.double())
+    wanted = results(lambda *t: dense_attention(*t, kept, **given), exact, given, dout.double())
     for mine, right in zip(ours, wanted, strict=True):
         torch.testing.assert_close(mine.double(), right.double(), rtol=1e-3, atol=1e-3)
 

@@ -1,0 +1,201 @@
+"""Every entry point in every mode in which PyTorch runs code: a new mode is one test here, over all of ``calls.ENTRIES``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from calls import ENTRIES, Call, Sizes
+from oracle import DEVICE, LAYOUTS, no_host_synchronization
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.usefixtures("poison")
+every_entry = pytest.mark.parametrize("entry", ENTRIES)
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+SIZES = Sizes() if DEVICE == "cpu" else Sizes(dtype=torch.float16, head_dim=64, v_head_dim=64)
+# Modes that a call does not have, and why.
+LACKS = {
+    **{(mode, "block_sparse_call"): "it reads lengths and head types on the host" for mode in ("compiled", "fake", "graph")},
+    ("fake", "model"): "Transformers reads numbers of its attention mask",
+    **{("autocast", entry): "it takes tensors as they are" for entry in ("decode", "decode_in_pages", "decode_in_eight_bits")},
+    **{
+        ("no q_len", entry): "tables and picks are of one token at least"
+        for entry in ("attention_under_a_table", "selection", "blocks")
+    },
+    **{
+        ("no kv_len", entry): "tables are of one token at least"
+        for entry in ("attention_under_a_table", "selection", "blocks", "choose")
+    },
+    **{(f"no {side}", "pytorch_call"): "causal calls of unequal lengths are refused" for side in ("q_len", "kv_len")},
+    ("no kv_len", "decode_in_pages"): "a cache has one page at least",
+    **{
+        ("no batch", entry): "a batch has one entry at least"
+        for entry in ("blocks", "block_sparse_call", "decode_in_pages", "model")
+    },
+    ("no q_len", "model"): "Transformers reads the last position",
+}
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch._dynamo.reset()
+
+
+def make(entry: str, mode: str = "", **sizes) -> Call:
+    if (mode, entry) in LACKS:
+        pytest.skip(LACKS[mode, entry])
+    return ENTRIES[entry](replace(SIZES, **sizes))
+
+
+def outcome(call: Call, run=None) -> list[torch.Tensor]:
+    """Results, and the gradients of all inputs where the call has gradients."""
+    leaves = [t.detach().requires_grad_(call.differentiable) for t in call.inputs]
+    results = (run or call.run)(*leaves, *call.others)
+    if not call.differentiable:
+        return list(results)
+    finite = [t.masked_fill(t.isneginf(), 0.0) for t in results]
+    cotangents = [torch.linspace(-1, 1, t.numel(), device=t.device).view(t.shape).to(t.dtype) for t in finite]
+    return [*(t.detach() for t in results), *torch.autograd.grad(finite, leaves, cotangents)]
+
+
+def assert_same(ours, wanted, exact: bool = DEVICE == "cpu") -> None:
+    """exact: on a GPU some gradients are summed in any order."""
+    close = {"rtol": 0, "atol": 0} if exact else {"rtol": 2e-2, "atol": 2e-2}
+    for mine, right in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(mine, right, **close)
+
+
+@every_entry
+def test_compiled_code_gives_what_eager_code_gives_in_one_graph(entry):
+    call, counter = make(entry, "compiled"), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call.run, fullgraph=True, backend=counter)
+    assert_same(outcome(call, compiled), outcome(call))
+    again = replace(call, inputs=tuple(t.flip(0) * 0.5 for t in call.inputs))
+    assert_same(outcome(again, compiled), outcome(again))
+    assert counter.frame_count == 1
+
+
+@every_entry
+def test_calls_compile_under_a_default_device(entry):
+    call = make(entry, "compiled")
+    with torch.device(DEVICE):  # within which PyTorch cannot trace all of its functions
+        assert_same(outcome(call, torch.compile(call.run, fullgraph=True, backend="aot_eager")), outcome(call))
+
+
+class Operators(TorchDispatchMode):
+    """The calls of the package's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "sparse_flash":
+            # Backward passes are not differentiable again.
+            seen = tree_map_only(torch.Tensor, torch.Tensor.detach, args) if "backward" in str(function) else args
+            self.seen.setdefault(function, (seen, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+@every_entry
+def test_operators_pass_opcheck(entry):
+    with Operators() as operators:
+        outcome(make(entry))
+    assert operators.seen
+    # On a GPU, the unused part of a table holds arbitrary values.
+    compared = {} if DEVICE == "cpu" else {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
+    for operator, (args, kwargs) in operators.seen.items():
+        torch.library.opcheck(operator, args, kwargs, **compared)
+
+
+@every_entry
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(entry, layout):
+    call, mode = make(entry, "fake", layout=layout), FakeTensorMode(allow_non_fake_inputs=True)
+    fake = replace(call, inputs=tuple(map(mode.from_tensor, call.inputs)), others=tuple(map(mode.from_tensor, call.others)))
+    with mode:
+        told = outcome(fake)
+    for mine, right in zip(told, outcome(call), strict=True):
+        assert (mine.shape, mine.stride(), mine.dtype, mine.device) == (right.shape, right.stride(), right.dtype, right.device)
+
+
+@every_entry
+@needs_gpu
+def test_a_graph_replays_with_other_numbers_and_no_call_waits_for_the_gpu(entry):
+    call = make(entry, "graph")
+    with torch.no_grad():
+        call()
+        with no_host_synchronization():
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = call()
+        for t in call.inputs:
+            t.mul_(0.5)
+        graph.replay()
+        assert_same(results, call())
+
+
+@every_entry
+def test_autocast_casts_as_for_pytorchs_attention(entry):
+    call = make(entry, "autocast", dtype=torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        ours = call()[0]
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.float(), call()[0], rtol=0.1, atol=0.1)
+
+
+@every_entry
+@pytest.mark.parametrize("missing", ["batch", "q_len", "kv_len"])
+def test_empty_tensors_have_empty_results_and_gradients_of_zero(entry, missing):
+    call = make(entry, f"no {missing}", **{missing: 0})
+    ours, wanted = outcome(call), outcome(replace(call, inputs=tuple(t.double() for t in call.inputs), others=()), call.define)
+    for mine, right in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), right.double(), rtol=1e-2, atol=1e-3)
+
+
+@every_entry
+def test_transforms_of_functions_are_refused(entry):
+    call = make(entry)
+    with pytest.raises(Exception, match=r"vmap|torch\.func|transform"):
+        torch.vmap(lambda *t: call.run(*t, *call.others)[0])(*(t[None] for t in call.inputs))
+
+
+@every_entry
+def test_inference_mode_changes_no_result(entry):
+    call = make(entry)
+    with torch.inference_mode():
+        inside = call()
+    assert_same(inside, [t.detach() for t in call()], exact=True)
+
+
+@every_entry
+def test_activation_checkpointing_changes_no_gradient(entry):
+    call = make(entry)
+    if call.differentiable:
+        assert_same(outcome(call, lambda *t: checkpoint(call.run, *t, use_reentrant=False)), outcome(call))
+
+
+@every_entry
+def test_inputs_stay_as_they_are(entry):
+    call = make(entry)
+    before = [(t.clone(), t._version) for t in (*call.inputs, *call.others)]
+    outcome(call)
+    for t, (numbers, version) in zip((*call.inputs, *call.others), before, strict=True):
+        assert torch.equal(t, numbers) and t._version == version
+
+
+@every_entry
+def test_a_second_derivative_raises(entry):
+    call = make(entry)
+    if not call.differentiable:
+        return
+    leaves = [t.detach().requires_grad_() for t in call.inputs]
+    first = torch.autograd.grad(call.run(*leaves, *call.others)[0].square().sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(sum(t.square().sum() for t in first), leaves)
