@@ -225,6 +225,53 @@ def selection(sizes: Sizes) -> Call:
     return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, kept), (picks,))
 
 
+def selection_by_query(sizes: Sizes) -> Call:
+    """Two blocks of 16 keys that each query chooses by its largest products; their definition is tested where choices are."""
+
+    def chosen(q, k):
+        return sf.topk_blocks(q, k, 2, every=1, block_size=16)
+
+    def run(q, k, v):
+        return sf.attention(q, k, v, chosen(q, k), return_lse=True, backend=sizes.backend)
+
+    q, k, v = normal(sizes)
+    kept = chosen(q, k).to_dense() if q.numel() and k.numel() else torch.ones((), dtype=torch.bool, device=DEVICE)
+    return Call((q, k, v), run, lambda *t: dense_attention(*t, kept))
+
+
+def masses_of_picks(sizes: Sizes) -> Call:
+    """Attention over picked blocks, and the log-sum of the scores in each."""
+    picks = drawn_picks((sizes.batch, sizes.kv_heads, sizes.q_len, 2), 1, 16, sizes.q_len, sizes.kv_len, sizes.seed)
+    group = sizes.heads // sizes.kv_heads
+    kept = kept_by_picks(picks, 1, 16, sizes.q_len, sizes.kv_len).repeat_interleave(group, 1).to(DEVICE)
+
+    def run(q, k, v, picks):
+        chosen = sf.BlockSelection.from_picks(picks, 16, q_len=q.shape[2], kv_len=k.shape[2], own=False, check=False)
+        return sf.attention(q, k, v, chosen, return_block_lse=True, backend=sizes.backend)
+
+    def define(q, k, v):
+        scores = (q.shape[3] ** -0.5 * q @ k.repeat_interleave(group, 1).mT)[:, :, :, None]
+        some = kept.any(-1)
+        masses = scores.masked_fill(~kept & some[..., None], float("-inf")).logsumexp(-1).masked_fill(~some, float("-inf"))
+        return dense_attention(q, k, v, kept.any(3))[0], masses
+
+    return Call(tuple(normal(sizes)), run, define, (picks,))
+
+
+def decode_selection(sizes: Sizes) -> Call:
+    """The last two queries of full caches, over the blocks that they picked."""
+    queries = min(sizes.q_len, 2)
+    q, k, v = normal(replace(sizes, q_len=queries))
+    picks = drawn_picks((sizes.batch, sizes.kv_heads, queries, 2), 1, 16, queries, sizes.kv_len, sizes.seed)
+    kept = kept_by_picks(picks, 1, 16, queries, sizes.kv_len).any(3).repeat_interleave(sizes.heads // sizes.kv_heads, 1).to(DEVICE)
+
+    def run(q, k, v, picks):
+        chosen = sf.BlockSelection.from_picks(picks, 16, q_len=q.shape[2], kv_len=k.shape[2], own=False, check=False)
+        return sf.attention_decode(q, k, v, chosen, return_lse=True, backend=sizes.backend)
+
+    return Call((q,), run, lambda q: dense_attention(q, k.double(), v.double(), kept), (k, v, picks), differentiable=False)
+
+
 def choose(sizes: Sizes) -> Call:
     """Blocks that a chooser keeps for blocks of queries: its own definition is tested where choosers are."""
     spec = "causal & (pooled(keep=1, block=64) | sinks(3))"
@@ -362,6 +409,9 @@ ENTRIES: dict[str, Callable[[Sizes], Call]] = {
         decode_in_eight_bits,
         topk,
         selection,
+        selection_by_query,
+        masses_of_picks,
+        decode_selection,
         choose,
         blocks,
         layer,

@@ -105,7 +105,7 @@ def decode_by_operations(
     heads, q_len, slots = picks.shape[1:]
     exact = compute_dtype(q)
     position = query_positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None]
-    rows = q.unflatten(1, (heads, -1)).transpose(2, 3).to(exact)
+    rows = torch.unflatten(q, 1, (heads, -1)).transpose(2, 3).to(exact)
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=exact)
     numbers = picks.shape[0] * heads * slots * block_size * (q.shape[3] + v.shape[3])
     step = max(1, CHUNK // max(1, numbers))
@@ -119,7 +119,7 @@ def decode_by_operations(
             token = torch.where(kept, token, 0).flatten(2)
             read = partial(read_tokens, token=token, read=kept.flatten(2), heads=heads, block_table=block_table)
             stored = (dequantized(x, of_x, exact, read) for x, of_x in ((k, k_scale), (v, v_scale)))
-            keys, values = (x.unflatten(2, (-1, slots * block_size)) for x in stored)
+            keys, values = (torch.unflatten(x, 2, (-1, slots * block_size)) for x in stored)
             # Tokens that are not kept may be NaN, which a weight of 0 does not undo.
             values = values.masked_fill(~kept[..., None], 0.0)
             scores = (scale * (rows[:, :, some] @ keys.mT)).masked_fill(~kept[:, :, :, None], float("-inf"))

@@ -205,11 +205,11 @@ class _GroupChunk:
     def scatter(self, values: torch.Tensor, fill: float) -> torch.Tensor:
         """Orders what was computed for the rows of each piece, (pieces, entries * rows, width), by pick: (flat groups, n, rows,
         width); ``fill`` for none."""
-        values = values.unflatten(1, (self.entry.shape[1], -1))
+        values = torch.unflatten(values, 1, (self.entry.shape[1], -1))
         groups = self.queries.shape[:3].numel()
         by_pick = values.new_full((groups * self.slots, *values.shape[2:]), fill)
         by_pick[self.entry[self.valid]] = values[self.valid]
-        return by_pick.unflatten(0, (groups, self.slots))
+        return torch.unflatten(by_pick, 0, (groups, self.slots))
 
     def scores(self) -> torch.Tensor:
         """(pieces, entries * rows, block_size): scores of each piece's rows with its keys, -inf for pairs that are not kept."""

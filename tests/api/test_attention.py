@@ -289,30 +289,6 @@ def test_gradients_repeat_bit_for_bit(backend, deterministic):
 
 
 @every_backend
-def test_gradients_are_the_same_under_activation_checkpointing(backend):
-    from torch.utils.checkpoint import checkpoint
-
-    q, k, v = accepted(backend, requires_grad=True)
-
-    def attend(*qkv):
-        return sf.attention(*qkv, LOCAL, backend=backend, deterministic=True).square().sum()
-
-    plain = torch.autograd.grad(attend(q, k, v), (q, k, v))
-    again = torch.autograd.grad(checkpoint(attend, q, k, v, use_reentrant=False), (q, k, v))
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-
-
-@every_backend
-def test_only_the_inputs_that_ask_get_gradients(backend):
-    q, k, v = accepted(backend)
-    k.requires_grad_()
-    sf.attention(q, k, v, LOCAL, backend=backend).sum().backward()
-    assert k.grad is not None and q.grad is None and v.grad is None
-    with torch.no_grad():
-        assert not sf.attention(q, k, v, LOCAL, backend=backend).requires_grad
-
-
-@every_backend
 def test_autocast_casts_as_for_pytorch_attention(backend):
     cast = accepted(backend, dtype=torch.bfloat16, head_dim=32)
     dtype = cast[0].dtype
@@ -487,21 +463,6 @@ def test_a_tensor_of_another_layout_is_one_clear_error(layout):
         with pytest.raises(ValueError, match=r"q must be a tensor of layout torch.strided; got (torch|a nested).*attention_varlen"):
             sf.attention(others[layout](), k, v)
         sf.attention(q, k, v)  # the same shapes, checked and remembered
-
-
-@parametrize("empty", ["batch", "heads", "queries", "keys"])
-def test_empty_tensors_have_empty_results_and_gradients_of_zero(empty):
-    batch, heads, q_len, kv_len = (0 if name == empty else 3 for name in ("batch", "heads", "queries", "keys"))
-    q = torch.randn(batch, heads, q_len, 16, device=DEVICE, requires_grad=True)
-    k, v = (torch.randn(batch, heads, kv_len, dim, device=DEVICE, requires_grad=True) for dim in (16, 24))
-    sinks = torch.zeros(heads, device=DEVICE)
-    for mask in (None, "causal & local(2)"):
-        out, lse = sf.attention(q, k, v, mask, return_lse=True)
-        assert torch.equal(out, q.new_zeros(*q.shape[:3], 24)) and torch.equal(lse, torch.full_like(lse, float("-inf")))
-        assert lse.shape == q.shape[:3]
-        grads = torch.autograd.grad(out.sum(), (q, k, v))
-        assert all(torch.equal(g, torch.zeros_like(t)) for g, t in zip(grads, (q, k, v), strict=True))
-        assert torch.equal(sf.attention(q, k, v, mask, sinks=sinks, return_lse=True)[1], torch.zeros_like(lse))
 
 
 def test_a_mask_of_other_lengths_is_one_clear_error():

@@ -700,15 +700,6 @@ def test_what_does_not_fit_is_refused(changes, error, message):
         sf.choose_blocks(**arguments)
 
 
-def test_transforms_of_functions_are_refused():
-    q, k, v = inputs()
-    for call in (lambda q: sf.choose_blocks(SPEC, q, k).mask_index, lambda q: sf.attention(q, k, v, SPEC)):
-        with pytest.raises(NotImplementedError, match=r"vmap|torch.func"):
-            torch.func.vmap(call)(q[None])
-    with pytest.raises(NotImplementedError, match=r"vmap|torch.func"):
-        torch.func.grad(lambda q: sf.attention(q, k, v, SPEC).sum())(q)
-
-
 def _varlen(spec):
     x = torch.zeros(100, 4, 8)
     return sf.attention_varlen(x, x, x, torch.tensor([0, 100]), torch.tensor([0, 100]), mask=spec)

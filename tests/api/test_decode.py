@@ -11,7 +11,6 @@ import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.api import decode
 from sparse_flash.backends import empty_out
-from sparse_flash.dispatch import operators
 from sparse_flash.kernels.portable import decode as portable_decode
 from sparse_flash.variant import variant
 
@@ -314,14 +313,6 @@ def test_a_combining_program_holds_as_many_splits_as_its_registers_and_its_compi
     for rows in (1, 2, 8, 64):
         splits = portable_decode.combined_at_a_time(rows, dim)
         assert 1 <= splits <= 32 and (splits == 1 or splits * rows * dim <= 4096)
-
-
-@parametrize("block_table", [None, torch.tensor([[1, 0, 3], [4, 2, 5]], dtype=torch.int32, device=DEVICE)], ids=["", "pages"])
-def test_opcheck_passes(block_table):
-    q, k = torch.randn(2, 4, 2, 16, device=DEVICE), torch.randn(2 if block_table is None else 6, 2, 64, 16, device=DEVICE)
-    mask = sf.compile_mask("causal & local(40)", 192).to(DEVICE)
-    lens = torch.tensor([60, 3], dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(operators._decode, (q, k, k, mask.tensors(), 192, 128, lens, block_table, False, 0.25, "torch"))
 
 
 @parametrize("spec", [None, "causal & local(300)", "causal & strided(9, block=64)"])

@@ -9,7 +9,6 @@ from oracle import DEVICE, LAYOUTS, dense_attention, no_host_synchronization, te
 from test_decode import PATTERNS, TOLERANCE, in_pages, kept_by_definition
 
 import sparse_flash as sf
-from sparse_flash.dispatch import operators
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
@@ -142,27 +141,6 @@ def test_a_scale_of_size_1_serves_all():
         whole = {name: (t[..., None] if t.dim() == 2 else t).expand(2, 2, 128).contiguous() for name, t in some.items()}
         few, all_ = (sf.attention_decode(q, k, v, "causal", **given) for given in (some, whole))
         torch.testing.assert_close(few, all_, atol=1e-6, rtol=1e-6)
-
-
-@on_each
-def test_the_operators_are_what_a_compiler_sees(backend):
-    q, k, v, scales = example()
-    lens = torch.tensor([128, 77], device=DEVICE)
-    torch._dynamo.reset()
-
-    def step(q, k, v, lens, k_scale, v_scale):
-        return sf.attention_decode(q, k, v, "causal & local(40)", kv_lens=lens, k_scale=k_scale, v_scale=v_scale, backend=backend)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    call = q, k, v, lens, *scales.values()
-    torch.testing.assert_close(compiled(*call), step(*call))
-
-
-def test_opcheck_passes():
-    q, k, v, scales = example()
-    whole = [scale[..., None].expand(2, 2, 128) for scale in scales.values()]
-    which = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"  # its test of schemas multiplies e4m3
-    torch.library.opcheck(operators._decode, (q, k, v, [q], 0, 0, None, None, True, 0.25, "torch", *whole), test_utils=which)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

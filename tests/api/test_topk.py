@@ -137,19 +137,6 @@ def test_a_row_keeps_as_many_blocks_as_it_was_told_its_own_among_them(keep, coun
     assert kept.diagonal(dim1=2, dim2=3).all() and not kept.triu(1).any()
 
 
-@parametrize("within, always", [("causal", None), (None, "sinks(4)")])
-def test_choice_and_attention_compile_into_one_graph(within, always):
-    def chosen(q, k):
-        mask = sf.topk_blocks(q, k, 0.3, block_size=32, within=within, always=always)
-        return sf.attention(q, k, k, mask, backend="torch")
-
-    q, k = inputs(200, 230, heads=4, head_dim=16)
-    compiled = torch.compile(chosen, backend="eager", fullgraph=True)
-    for seed in (0, 1):
-        q, k = inputs(200, 230, heads=4, head_dim=16, seed=seed)
-        torch.testing.assert_close(compiled(q, k), chosen(q, k))
-
-
 @parametrize(
     "changes, error, message",
     [

@@ -415,20 +415,6 @@ def test_a_compiled_function_takes_new_lengths_without_a_graph_break_or_a_recomp
     assert counter.frame_count == 1
 
 
-def test_opcheck_passes():
-    starts = cu_seqlens((100, 200), torch.int64)
-    # On a GPU, the unused room of a table holds arbitrary values.
-    compared = {} if DEVICE == "cpu" else {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
-    plan, tables = repack._make_plan("causal", *[300] * 4, 2, True, starts.device)
-    torch.library.opcheck(repack._pack_operator, (tables, starts, starts, plan), **compared)
-    plan, constants = in_place._make_plan("causal", *[300] * 4, True, starts.device)
-    torch.library.opcheck(in_place._assemble_operator, (constants, starts, starts, plan), **compared)
-    axis = repack.repack_documents("causal", repack.PackedDocuments(starts, 300, 300), None).queries
-    x = torch.randn(300, 2, 16, device=DEVICE, requires_grad=True)
-    for heads_first in (True, False):
-        torch.library.opcheck(gather_rows._take_rows_operator, (x, *axis, 0.0, heads_first))
-
-
 # Bad input.
 
 

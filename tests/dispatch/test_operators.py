@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from oracle import DEVICE, make_call, require, tensor
+from oracle import DEVICE, tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 from sparse_flash.dispatch import operators
 from sparse_flash.masks.cache import compile_cached
 from sparse_flash.masks.parsing import text_of
-from sparse_flash.variant.variant import NO_VARIANT
 
 TOKENS = 200
 LOCAL = sf.causal() & sf.local(50)
@@ -55,39 +54,6 @@ def assert_same(function, *arguments):
         assert torch.equal(got, wanted)
 
 
-@parametrize("backend", ["torch", "reference", "triton"])
-@parametrize("pattern", [None, LOCAL], ids=["dense", "local"])
-def test_opcheck_passes(backend, pattern):
-    if backend == "triton" and DEVICE == "cpu":
-        pytest.skip("opcheck asks nothing that depends on the back end, and Triton's interpreter is slow")
-    q, k, v = inputs(64, kv_heads=1)
-    require(backend, make_call(q, k))
-    mask = None if pattern is None else sf.compile_mask(pattern, 64, block_size=16, device=DEVICE)
-    tables = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
-    options = (*tables, "", 0.25, False, backend, *NO_VARIANT)
-    torch.library.opcheck(operators._forward, (q, k, v, *options))
-    q, k, v = (t.detach() for t in (q, k, v))
-    out, lse = operators._forward(q, k, v, *options)
-    for dlse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(operators._backward, (torch.randn_like(out), dlse, q, k, v, out, lse, *options))
-
-
-@parametrize("v_head_dim", [16, 24])
-@parametrize("layout", ["heads first", "tokens first", "sliced", "head_dim first"])
-def test_fake_tensors_have_the_strides_of_real_ones(layout, v_head_dim):
-    q, k, v = inputs(layout=layout)
-    v = torch.cat([v, v[..., : v_head_dim - 16]], 3).detach().requires_grad_()
-    options = [], 0, "", 0.25, False, BACKEND, *NO_VARIANT
-    torch.library.opcheck(operators._forward, (q, k, v, *options), test_utils="test_faketensor")
-    q, k, v = (t.detach() for t in (q, k, v))
-    out, lse = operators._forward(q, k, v, *options)
-    torch.library.opcheck(
-        operators._backward, (torch.randn_like(out), lse, q, k, v, out, lse, *options), test_utils="test_faketensor"
-    )
-    decoding = q[:, :, :2], k, v, [], 0, 0, None, None, True, 0.25, BACKEND
-    torch.library.opcheck(operators._decode, decoding, test_utils="test_faketensor")
-
-
 @parametrize("backend", ["torch", "reference"])
 def test_a_compiled_function_takes_v_of_another_head_dim(backend):
     q, k, v = inputs()
@@ -98,18 +64,6 @@ def test_a_compiled_function_takes_v_of_another_head_dim(backend):
     assert counter.frame_count == 1 and function(q, k, v)[0].shape == (*q.shape[:3], 24)
 
 
-def test_calls_compile_under_a_default_device():
-    layer = sf.SparseAttention(32, 2, mask=LOCAL)
-    tokens, functions = (
-        torch.randn(1, TOKENS, 32),
-        (layer.forward, lambda x: sf.topk_blocks(x[:, None], x[:, None], 2).tensors()[0]),
-    )
-    with torch.device(DEVICE):  # within which PyTorch cannot trace Tensor.unflatten
-        layer, tokens = layer.to(DEVICE), tokens.to(DEVICE)
-        for function in functions:
-            torch.testing.assert_close(compiled(function)[0](tokens), function(tokens))
-
-
 def test_a_compiled_function_does_not_recompile_when_only_the_mask_changes():
     function, counter = compiled(attend)
     patterns = (LOCAL, sf.causal(), sf.local(9) & ~sf.strided(7), sf.local(3), ~sf.full(), sf.random(0.3, 0, block=1))
@@ -117,20 +71,6 @@ def test_a_compiled_function_does_not_recompile_when_only_the_mask_changes():
         # Without coarse: else a GPU gets blocks of 128. slow: some warn that dense attention is as fast, outside of graphs.
         mask = replace(sf.compile_mask(pattern, TOKENS, block_size=32, device=DEVICE), coarse=None, slow=number % 2 == 0)
         assert_same(function, *inputs(), mask)
-    assert counter.frame_count == 1
-
-
-def test_a_compiled_function_takes_block_maps_made_inside_it():
-    def from_blocks(q, k, v, blocks):
-        return attend(q, k, v, sf.BlockMask.from_blocks(blocks, 32, TOKENS, TOKENS))
-
-    function, counter = compiled(from_blocks)
-    for seed in range(2):
-        blocks = torch.rand(1, 2, 7, 7, generator=torch.Generator().manual_seed(seed)).to(DEVICE) < 0.5
-        mask = sf.BlockMask.from_blocks(blocks, 32, TOKENS, TOKENS)
-        qkv = inputs()
-        for got, wanted in zip(outcome(function, *qkv, blocks), outcome(attend, *qkv, mask), strict=True):
-            assert torch.equal(got, wanted)
     assert counter.frame_count == 1
 
 
@@ -304,14 +244,6 @@ def test_tables_that_a_cuda_graph_reads_stay_and_are_not_made_while_it_is_captur
     torch.testing.assert_close(out, wanted)
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="make the call once before"):
         sf.attention(q, q, q, "causal & local(32)")
-
-
-def test_a_compiled_function_casts_under_autocast():
-    function, _ = compiled(lambda q, k, v: sf.attention(q, k, v, "causal & local(50)"))
-    with torch.autocast(DEVICE, torch.bfloat16):
-        out = function(*inputs())
-        assert out.dtype == torch.bfloat16
-        assert torch.equal(out, sf.attention(*inputs(), LOCAL))
 
 
 def test_a_compiled_function_raises_what_the_call_raises():

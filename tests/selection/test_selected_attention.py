@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sparse_flash as sf
-from sparse_flash.selection import operators
 from sparse_flash.selection import torch as selection_torch
 
 parametrize = pytest.mark.parametrize
@@ -188,30 +187,6 @@ def test_sinks_join_the_softmax():
     out, with_sinks = sf.attention(q, k, k, selection, sinks=sinks, return_lse=True)
     torch.testing.assert_close(with_sinks, torch.logaddexp(lse, sinks[:, None].expand_as(lse)))
     torch.testing.assert_close(out, plain * (lse - with_sinks).exp()[..., None])
-
-
-def test_the_operators_pass_opcheck():
-    selection = selection_of(every=3, pickers=1)
-    q, k = (tensor((1, h, n, 8)).requires_grad_() for h, n in ((3, 60), (1, 90)))
-    options = *operators._pack_selection(selection), 0.25, "torch"
-    torch.library.opcheck(operators._forward, (q, k, k, *options))
-    torch.library.opcheck(operators._block_lse, (q, k, *options))
-    q, k = q.detach(), k.detach()
-    out, lse = operators._forward(q, k, k, *options)
-    masses = operators._block_lse(q, k, *options)
-    for backward, arguments in (
-        (operators._backward, (torch.randn_like(out), None, q, k, k, out, lse)),
-        (operators._block_lse_backward, (torch.randn_like(masses), q, k, masses)),
-    ):
-        torch.library.opcheck(backward, (*arguments, *options), test_utils=("test_schema", "test_faketensor"))
-
-
-def test_gradients_are_not_differentiable_again():
-    selection = selection_of()
-    q, k = tensor((1, 4, 60, 16)).requires_grad_(), tensor((1, 2, 90, 16))
-    (grad,) = torch.autograd.grad(sf.attention(q, k, k, selection).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        grad.square().sum().backward()
 
 
 SELECTIONS_OF_NOTHING = {

@@ -118,13 +118,6 @@ def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(cas
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
-@parametrize("by_kernel", [pytest.param(True, marks=needs_triton), False])
-def test_the_operator_passes_opcheck(by_kernel):
-    q, k, _ = inputs(40)
-    chosen = sf.topk_blocks(q[:, :, -2:], k, KEEP, every=1, block_size=BLOCK)
-    torch.library.opcheck(module._decode_operator, (q[:, :, -2:], k, k, chosen.picks, BLOCK, 1, None, None, 0.3, by_kernel))
-
-
 @parametrize("every, share_group", [(1, True), (3, False)])
 @parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
 def test_a_selection_of_training_decodes_to_dense_attention_over_its_pairs(dtype, tolerance, every, share_group, monkeypatch):

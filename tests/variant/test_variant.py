@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.dispatch import operators
 from sparse_flash.parallel.routes import LocalMask
 from sparse_flash.variant import variant as variant_module
 from sparse_flash.variant.definition import Pairs, kept_by_dropout, philox_2x32, philox_4x32
@@ -790,30 +789,6 @@ def test_a_compiled_function_computes_terms_in_one_graph(name, named):
         for a, b in zip(mine, results(attend, (q, k, v), given, dout), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
-
-
-@parametrize("name", ["lengths", "dropout", "bias"])  # its fake tensors do not go through torch.func, as a user's function does
-def test_opcheck_passes_with_terms(name):
-    q, k, v, _ = (t.requires_grad_() for t in inputs())
-    packed = build_variant(q, k, **{n: t for n, t in variant(name).items() if n != "sinks"}).packed()
-    options = ([], 0, "", 0.25, True, "torch", *packed)
-    torch.library.opcheck(operators._forward, (q, k, v, *options))
-    with torch.no_grad():
-        out, lse = operators._forward(q, k, v, *options)
-        torch.library.opcheck(
-            operators._backward, (torch.randn_like(out), None, q, k, v, out, lse, *options), test_utils="test_faketensor"
-        )
-
-
-def test_fake_tensors_see_terms():
-    given = variant("all")
-    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        q = torch.empty(2, HEADS, 70, 16, requires_grad=True, device=DEVICE)
-        k = torch.empty(2, KV_HEADS, 90, 16, device=DEVICE)
-        out, lse = sf.attention(q, k, k, return_lse=True, **given)
-        (dq,) = torch.autograd.grad(out.sum(), q)
-    assert out.shape == q.shape == dq.shape and lse.shape == q.shape[:3]
 
 
 # Calls that cannot run, and arguments that do not fit.
