@@ -569,6 +569,7 @@ TABLES = (
     row("flash_attn_call", V, "S_dmask", dropout_p=0.1, return_attn_probs=True),
     row("flash_attn_call", V, "compile it from a pattern that says these, such as", causal=True, mask=compiled("local(3)", 64)),
     row("flash_packed_softcap", V, "pattern of distances", mask="sinks(4)"),
+    row("flash_cache", V, "pattern of distances", cache_leftpad=ints(0, 8), mask="sinks(4)"),
     *(row("flash_attn_call flash_cache", V, r"window_size must be \(left, right\), .*; got ", window_size=window)
       for window in (3, (3,), (1, 2, 3), "3", None)),
     row(CAPPED, V, "cache_seqlens must be 0 to 15, .*; got -1 to -1", cache_seqlens=-1),
