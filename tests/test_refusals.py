@@ -465,6 +465,7 @@ TABLES = (
     row("choose", V, r"scores must be .* of shape \(2, 4, 1, 1\)", spec="scored(keep=1)", scores=SCORES[:, :2]),
     row("choose", V, r"got torch.int32 of \(2, 4, 1, 1\)", spec="scored(keep=1)", scores=SCORES.int()),
     row("choose", V, "got list", spec="scored(keep=1)", scores=[1.0]),
+    row("choose", V, "got list", q=Q[:0], k=K[:0], spec="scored(keep=1)", scores=[1.0]),
     row("choose", V, "scores must be on cpu, as q is; got meta", spec="scored(keep=1)", scores=SCORES.to("meta")),
     row("choose", V, "of shape", spec="per_head([scored(keep=1), scored(keep=2), full, full])", scores=SCORES[:, :1]),
     row("choose", V, r"choosers are joined by \|", spec="pooled(keep=1) & sampled(8, keep=1)"),
