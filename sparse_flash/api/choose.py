@@ -123,7 +123,7 @@ def choose_blocks(
     if q.shape[:1] == k.shape[:1] == (0,):  # no sequence: a mask of batch 1 fits that, and tables hold one at least
         q, k = (x.new_zeros(1, *x.shape[1:]) for x in (q, k))
         given = dict.fromkeys(given)
-        scores = None if scores is None else scores.new_zeros(1, *scores.shape[1:])
+        scores = scores.new_zeros(1, *scores.shape[1:]) if isinstance(scores, torch.Tensor) else scores
     check_tensors(q, k, value if report else k)
     scale = resolve_scale(scale, q.shape[3])
     if not (kv_lens is q_lens is None):

@@ -218,10 +218,6 @@ def flash_attn_with_kvcache(
         if min(counts) < 0 or max(counts) + added > capacity:
             most = f"{capacity - added}, for {added} new tokens in a capacity of {capacity}"
             raise ValueError(f"cache_seqlens must be 0 to {most}; got {min(counts)} to {max(counts)}")
-    if k is not None and v is not None:
-        position = cache_seqlens[:, None].long() + torch.arange(added, device=q.device)
-        write(k_cache, k, position, table)
-        write(v_cache, v, position, table)
     lens = cache_seqlens + added
     options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, "backend": backend}
     terms = _terms(0.0, softcap, alibi_slopes)
@@ -229,8 +225,13 @@ def flash_attn_with_kvcache(
     odd_pages = paged and k_cache.shape[1] & (k_cache.shape[1] - 1)
     # Decoding lets a query before the first token keep nothing; that package lets it see what causal and window leave.
     see_later_keys = q_len > 1 and mask is None and not (causal or int(window_size[1]) == 0)
-    if cache_leftpad is not None or terms or odd_pages or see_later_keys or q_len > MAX_QUERIES:
+    if moved := cache_leftpad is not None or terms or odd_pages or see_later_keys or q_len > MAX_QUERIES:
         _check_shift_invariant(mask)
+    if k is not None and v is not None:
+        position = cache_seqlens[:, None].long() + torch.arange(added, device=q.device)
+        write(k_cache, k, position, table)
+        write(v_cache, v, position, table)
+    if moved:
         first, keys, values = read_to_end((k_cache, v_cache), table, lens.clamp(max=capacity), capacity)
         first = first if cache_leftpad is None else (first + cache_leftpad).clamp(max=capacity)
         out, lse = attention(q, keys, values, kept, kv_starts=first, **options, **terms)

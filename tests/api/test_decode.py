@@ -182,14 +182,6 @@ def test_lengths_past_the_capacity_are_the_capacity_and_negative_ones_are_none(b
     assert torch.equal(*(sf.attention_decode(q, k, v, "local(70)", kv_lens=lens, backend=backend) for lens in (wanted, given)))
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="lengths on a GPU are not read")
-def test_a_negative_length_is_an_error_on_a_cpu():
-    q, k = (torch.randn(2, 2, tokens, 16) for tokens in (1, 90))
-    lens = torch.tensor([3, -2])
-    with pytest.raises(ValueError, match="kv_lens must be at least 0; got -2; a sequence without tokens has 0"):
-        sf.attention_decode(q, k, k, kv_lens=lens)
-
-
 @parametrize("q_len", [1, 3])
 @parametrize("pattern", [None, "causal", "causal & (local(70) | sinks(3))", HEADS])
 @parametrize("backend", ["torch", "triton", "reference"])
@@ -341,62 +333,6 @@ def test_a_batch_of_none_takes_pages_and_selections():
     picks = torch.zeros(0, 2, 1, 1, dtype=torch.int32, device=DEVICE)
     selection = sf.BlockSelection.from_picks(picks, 16, q_len=1, kv_len=48)
     assert sf.attention_decode(q, pages, pages, selection, block_table=table).shape == q.shape
-
-
-def test_what_does_not_fit_is_refused():
-    q, k = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 256, 32)
-    lens, table = torch.tensor([3, 4], dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
-
-    def refused(error, message, *tensors, **options):
-        with pytest.raises(error, match=message):
-            sf.attention_decode(*tensors, **options)
-
-    refused(ValueError, "gives no gradients.*sparse_flash.attention", q.clone().requires_grad_(), k, k)
-    refused(ValueError, r"up to 64 queries of a sequence; got 65", torch.randn(2, 4, 65, 32), k, k)
-    refused(ValueError, r"\(batch, heads, q_len, head_dim\)", q[0], k, k)
-    refused(ValueError, r"k must have shape \(pages, kv_heads, page_size, head_dim\)", q, k[0], k[0], block_table=table)
-    refused(ValueError, "agree in batch.*block_table", q, k[:1], k[:1])
-    refused(ValueError, "agree in all but head_dim", q, k, k[:, :, :5])
-    refused(ValueError, "number of key heads", q[:, :3], k, k)
-    refused(ValueError, "one dtype", q, k.half(), k.half())
-    eighths = [t.to(torch.float8_e4m3fn) for t in (q, k, k)]
-    refused(
-        ValueError,
-        r"q must be a floating-point tensor, of float16, .*; got torch.float8_e4m3fn; multiply it by its scale",
-        *eighths,
-    )
-    refused(ValueError, "scale must be positive", q, k, k, scale=0.0)
-    refused(TypeError, r"kv_lens must be an int32 or int64 tensor.*torch.tensor\(", q, k, k, kv_lens=[3, 4])
-    refused(ValueError, "kv_lens must be int32 or int64 on cpu; got torch.float32.*int32", q, k, k, kv_lens=lens.float())
-    refused(ValueError, "block_table must be int32 or int64 on cpu; got torch.int16", q, k, k, block_table=table.short())
-    refused(ValueError, r"kv_lens must have shape \(2,\)", q, k, k, kv_lens=lens[:1])
-    refused(ValueError, r"block_table must have shape \(2, pages of a sequence\)", q, k, k, block_table=table[0])
-    refused(ValueError, "kv_starts must be None with a block_table", q, k, k, kv_starts=lens, block_table=table)
-    refused(ValueError, "kv_starts must be at most .*; got 9000", q, k, k, kv_starts=lens * 0 + 9000)
-    refused(ValueError, "power of two; got 48", q, k[:, :, :48], k[:, :, :48], block_table=table)
-    refused(ValueError, "square and cover the cache's capacity of 256", q, k, k, mask=sf.compile_mask("causal", 1, 256))
-    refused(ValueError, "capacity of 256", q, k, k, mask=sf.compile_mask("causal", 255))
-    refused(
-        ValueError,
-        "the mask's heads must be q's, 4, or 1 for a mask of all; got 3",
-        q,
-        k,
-        k,
-        mask=sf.BlockMask.per_head(["causal", "full", "local(9)"], q_len=256),
-    )
-    refused(TypeError, "Pattern, its spec text or a BlockMask", q, k, k, mask=3)
-    refused(ValueError, "did you mean 'causal'", q, k, k, mask="causl")
-    refused(ValueError, "backend must be", q, k, k, backend="quick")
-    refused(TypeError, "q must be a tensor.*got ndarray", q.numpy(), k, k)
-    refused(ValueError, "head_dim not 0", q[..., :0], k, k)
-    refused(ValueError, "at least one page", q, k[:0], k[:0], block_table=table)
-    # Arguments that are wrong beside tensors of tokens are wrong beside empty ones.
-    none, empty = q[:0], k[:0]
-    refused(ValueError, "did you mean 'causal'", none, empty, empty, mask="causl")
-    refused(TypeError, "Pattern, its spec text or a BlockMask", none, empty, empty, mask=3)
-    refused(ValueError, "capacity of 256", none, empty, empty, mask=sf.compile_mask("causal", 255))
-    refused(ValueError, "backend must be", none, empty, empty, backend="quick")
-    refused(ValueError, r"kv_lens must have shape \(0,\)", none, empty, empty, kv_lens=lens)
 
 
 @parametrize("backend", ["torch", "reference"])

@@ -174,35 +174,6 @@ def test_an_empty_batch_or_cache_gives_zeros():
     assert not out.any() and lse.isneginf().all() and out.dtype == q.dtype
 
 
-def test_what_does_not_fit_is_refused():
-    q, k, v, scales = example()
-
-    def refused(error, message, *tensors, **options):
-        with pytest.raises(error, match=message):
-            sf.attention_decode(*tensors, **options)
-
-    refused(TypeError, r"k_scale of an e4m3 cache must be a float32 tensor of shape \(batch, kv_heads\); got NoneType", q, k, v)
-    refused(TypeError, "v_scale of an e4m3 cache .* got float", q, k, v, k_scale=scales["k_scale"], v_scale=1.0)
-    table = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
-    refused(TypeError, r"of shape \(pages, kv_heads\)", q, k, v, block_table=table)
-    refused(
-        ValueError,
-        r"must be float32 of shape \(batch, kv_heads\), or \(batch, kv_heads, capacity\).* got torch.float32 of shape \(4, 2\)",
-        *(q, k, v),
-        **{name: scale.repeat(2, 1) for name, scale in scales.items()},
-    )
-    refused(ValueError, "got torch.float64", q, k, v, **{name: scale.double() for name, scale in scales.items()})
-    refused(ValueError, "gradient, and has none; detach it", q, k, v, **scales | {"v_scale": scales["v_scale"].requires_grad_()})
-    scales["v_scale"].requires_grad_(False)
-    refused(ValueError, "belong to a cache of torch.float8_e4m3fn; got k of torch.float32; leave", q, *[k.float()] * 2, **scales)
-    refused(ValueError, "holds both keys and values so.* and v of torch.float32; quantize the other", q, k, v.float(), **scales)
-    refused(ValueError, "q must be a floating-point tensor.*got torch.float8_e4m3fn", k, k, v, **scales)
-    refused(ValueError, "gives no gradients", q.clone().requires_grad_(), k, v, **scales)
-    for call in (sf.attention, sf.topk_blocks):
-        with pytest.raises(ValueError, match=r"got torch\.float8_e4m3fn"):
-            call(k, k, v if call is sf.attention else 2)
-
-
 @needs_triton
 def test_an_odd_head_dim_is_left_to_other_back_ends():
     q, k, v, scales = example()

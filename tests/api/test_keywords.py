@@ -18,46 +18,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, keyword, instead",
-    [
-        ("attention", "is_causal", 'mask="causal"'),
-        ("attention", "enable_gqa", "leave it out"),
-        ("attention", "window_size", "local(w)"),
-        ("attention", "sm_scale", "scale="),
-        ("attention", "return_attn_probs", "return_lse=True"),
-        ("attention", "causl", "did you mean 'causal'?; pass mask=\"causal\""),
-        ("attention", "attn_mask", "BlockMask.from_dense"),
-        ("attention", "block_mask", "mask="),
-        ("attention", "mask_mod", "BlockMask.from_mask_mod"),
-        ("attention", "cache_seqlens", "kv_lens="),
-        ("attention", "block_size", "block_size=...); a chooser has its own, as in sampled(8, keep=0.1, block=64)"),
-        ("attention", "max_seqlen", "attention_varlen"),
-        ("attention_decode", "is_causal", "it takes q, k, v,"),
-        ("attention_varlen", "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
-        *((name, "backened", "did you mean 'backend'?") for name in CALLS),
-        *((name, "zzz", "it takes q, k, v,") for name in CALLS),
-    ],
-)
-def test_a_keyword_that_a_function_does_not_take_gets_an_error_that_says_what_to_write(name, keyword, instead):
-    call, arguments = CALLS[name]
-    said = rf"{name}\(\) got an unexpected keyword argument '{keyword}'; {keyword}: .*{re.escape(instead)}"
-    with pytest.raises(TypeError, match=said):
-        call(*arguments, **{keyword: None})
-
-
 def test_advice_names_keywords_that_attention_takes():
     known = inspect.signature(sf.attention).parameters
     for advice in _WRITE_INSTEAD.values():
         assert set(re.findall(r"pass (\w+)=", advice)) <= set(known), advice
-
-
-@pytest.mark.parametrize("keyword, instead", [("block_size", "as in sampled(8, keep=0.1, block=64)"), ("kep", "it takes spec, q")])
-def test_blocks_beside_a_chooser_are_an_error_that_says_where_they_go(keyword, instead):
-    with pytest.raises(TypeError, match=rf"choose_blocks\(\) got an unexpected .* '{keyword}'; .*{re.escape(instead)}"):
-        sf.choose_blocks("causal & sampled(8, keep=0.1)", Q, Q, **{keyword: 64})
-    with pytest.raises(ValueError, match="block= in the chooser says the size of blocks"):
-        sf.compile_mask("causal & sampled(8, keep=0.1)", 640, block_size=64)
 
 
 def test_torch_compile_says_what_to_write_too():

@@ -69,49 +69,6 @@ def test_the_reference_runs_the_definition_under_masks_and_within_torch_compile(
     assert torch.equal(compiled(q, k, v), out)
 
 
-REFUSED = {
-    "softcap": {"softcap": 2.0},
-    "dropout_p": {"dropout_p": 0.5},
-    "alibi_slopes": {"alibi_slopes": torch.ones(2)},
-    "kv_lens": {"kv_lens": torch.tensor([30])},
-    "rel_bias": {"rel_bias": torch.ones(2, 9)},
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_what_does_not_apply_is_refused_by_name(name, backend):
-    q, k, v = inputs(40, 40, 2, 2, 64)
-    with pytest.raises(ValueError, match=rf"in precision='fp8' it does not support {name}"):
-        sf.attention(q, k, v, precision="fp8", backend=backend, **REFUSED[name])
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_other_back_ends_refuse_it_by_name(backend):
-    q, k, v = inputs(40, 40, 2, 2, 64)
-    with pytest.raises(ValueError, match=f"backend {backend!r} cannot run this call: .*precision='fp8'"):
-        sf.attention(q, k, v, precision="fp8", backend=backend)
-
-
-def test_gradients_other_precisions_types_and_selections_are_refused():
-    q, k, v = inputs(128, 128, 1, 1, 64)
-    with pytest.raises(ValueError, match="gives no gradients, and k requires one"):
-        sf.attention(q, k.requires_grad_(), v, precision="fp8", backend="reference")
-    with torch.no_grad():
-        assert sf.attention(q, k, v, precision="fp8", backend="reference").isfinite().all()
-    k = k.detach()
-    with pytest.raises(ValueError, match="precision must be None or one of 'fp8'; got 'fp4'"):
-        sf.attention(q, k, v, precision="fp4")
-    with pytest.raises(ValueError, match=r"must be float16 or bfloat16; got torch\.float32"):
-        sf.attention(q.float(), k.float(), v.float(), precision="fp8")
-    for precision in ("fp8", None):
-        with pytest.raises(ValueError, match=r"got torch\.float8_e4m3fn"):
-            sf.attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), precision=precision)
-    selection = sf.BlockSelection.from_picks(torch.zeros(1, 1, 128, 1, dtype=torch.int32), 64)
-    with pytest.raises(ValueError, match="does not take a BlockSelection"):
-        sf.attention(q, k, v, selection, precision="fp8")
-
-
 def test_sinks_join_the_softmax():
     q, k, v = inputs(40, 40, 2, 2, 64)
     sinks = torch.tensor([0.5, -1.0])

@@ -135,34 +135,3 @@ def test_a_row_keeps_as_many_blocks_as_it_was_told_its_own_among_them(keep, coun
     assert blocks.diagonal(dim1=2, dim2=3).all()
     kept = mask.to_dense()
     assert kept.diagonal(dim1=2, dim2=3).all() and not kept.triu(1).any()
-
-
-@parametrize(
-    "changes, error, message",
-    [
-        ({"keep": 0}, ValueError, "at least one block a row; got 0"),
-        ({"keep": 0.0}, ValueError, r"share must be in \(0, 1\]; got 0.0"),
-        ({"keep": 1.5}, ValueError, "got 1.5; pass an int"),
-        ({"keep": True}, TypeError, "int, blocks a row, or a float.* got bool"),
-        ({"keep": None}, TypeError, "got NoneType"),
-        ({"block_size": 100}, ValueError, "power of two in 16..256"),
-        ({"within": 3}, TypeError, "must be a Pattern, its spec text or a BlockMask; got int"),
-        ({"always": ["causal"]}, TypeError, "must be a Pattern, its spec text or a BlockMask; got list"),
-        ({"within": "casual"}, ValueError, "did you mean 'causal'"),
-        ({"within": sf.compile_mask("causal", 64)}, ValueError, r"within must have .* \(100, 100, 128\); got \(64, 64, 128\)"),
-        ({"always": sf.compile_mask("causal", 100, block_size=64)}, ValueError, r"always must have .* got \(100, 100, 64\)"),
-        (
-            {"within": sf.BlockMask.per_head(["causal", "full"], q_len=100)},
-            ValueError,
-            r"within must be one mask for all heads; got one with \(1, 2\)",
-        ),
-        ({"k": torch.zeros(1, 3, 100, 8)}, ValueError, "key heads must divide"),
-        ({"k": torch.zeros(1, 2, 100, 4)}, ValueError, "agree in batch and head_dim"),
-        ({"q": torch.zeros(2, 100, 8)}, ValueError, r"q must have shape .* got \(2, 100, 8\)"),
-        ({"q": torch.zeros(1, 2, 100, 8, dtype=torch.int64)}, ValueError, "floating-point"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes, error, message):
-    arguments = {"q": torch.zeros(1, 2, 100, 8), "k": torch.zeros(1, 2, 100, 8), "keep": 2, **changes}
-    with pytest.raises(error, match=message):
-        sf.topk_blocks(**arguments)

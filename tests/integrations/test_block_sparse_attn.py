@@ -196,32 +196,6 @@ def test_dropout_scale_and_the_back_end_reach_attention():
     torch.testing.assert_close(out, right[0].transpose(0, 1))
 
 
-@pytest.mark.parametrize(
-    "changed, error",
-    [
-        ({"exact_streaming": True}, "exact_streaming needs is_causal=True and no .*; got False and 1 heads"),
-        ({"p_dropout": 0.1, "return_attn_probs": True}, "S_dmask"),
-        ({"streaming_info": None}, "streaming_info must be given"),
-        ({"streaming_info": torch.tensor([[1, 1], [1, 1]])}, r"streaming_info must be a tensor of shape \(4\); got \(2, 2\)"),
-        ({"streaming_info": torch.tensor([1, 1, -1, 1])}, r"streaming_info must not be negative .* got .* .-1, 1."),
-        ({"head_mask_type": [1, -1]}, r"head_mask_type must be a tensor of shape \(2\); got list"),
-        ({"head_mask_type": torch.tensor([1, 2])}, "head_mask_type must be at most 1"),
-        ({"base_blockmask": None}, "base_blockmask must be given"),
-        (
-            {"base_blockmask": torch.ones(1, 2, 2, 2)},
-            r"base_blockmask must be a tensor of shape \(1, 1, 2, 2\); got \(1, 2, 2, 2\)",
-        ),
-        ({"max_seqlen_q_": 150, "max_seqlen_k_": 150}, "a document of q has 200 tokens, more than max_seqlen_q=150"),
-        ({"cu_seqlens_k": torch.tensor([0, 100, 200])}, r"cu_seqlens_k must .*\(documents\+1=2\); got \(3,\)"),
-        ({"cu_seqlens_q": torch.tensor([0, 201])}, "cu_seqlens_q must start with 0"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_what_does_not_fit_is_refused(changed, error):
-    with pytest.raises((ValueError, TypeError), match=error):
-        bsa.block_sparse_attn_func(**tensors([200]) | changed)
-
-
 def test_arguments_have_that_packages_names_and_order():
     shared = "q k v cu_seqlens_q cu_seqlens_k head_mask_type streaming_info"
     longest, rest = "max_seqlen_q_ max_seqlen_k_", "deterministic softmax_scale"

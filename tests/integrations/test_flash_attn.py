@@ -178,73 +178,6 @@ def test_queries_before_the_first_token_of_a_short_cache_see_what_the_definition
         assert_alike(lse[b], right[1])
 
 
-@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["in place", "copied"])
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        ({"cache_seqlens": -1}, "cache_seqlens must be 0 to 15, .*; got -1 to -1"),
-        ({"cache_seqlens": torch.tensor([3, -2])}, "cache_seqlens must be 0 to 15, .*; got -2 to 3"),
-        ({"cache_seqlens": 16}, "cache_seqlens must be 0 to 15, for 1 new tokens in a capacity of 16; got 16 to 16"),
-        ({"cache_seqlens": torch.tensor([3])}, r"cache_seqlens must .* \(batch=2\); got \(1,\)"),
-        ({"cache_batch_idx": torch.tensor([[0], [1]])}, r"cache_batch_idx must .* \(batch=2\); got \(2, 1\)"),
-        ({"cache_leftpad": torch.tensor([1])}, r"cache_leftpad must .* \(batch=2\); got \(1,\)"),
-        ({"block_table": torch.tensor([0, 1])}, r"block_table must .* \(batch=2, pages_of_one\); got \(2,\)"),
-        ({"block_table": torch.tensor([[0, 1]])}, r"block_table must .* \(batch=2, pages_of_one\); got \(1, 2\)"),
-        ({"q": torch.randn(3, 1, 4, DIM)}, r"k_cache must .* \(batch=3, capacity, kv_heads, head_dim=16\); got \(2, 16, 2, 16\)"),
-        ({"q": torch.randn(2, 1, 4, DIM + 8)}, r"k_cache must .* head_dim=24\); got \(2, 16, 2, 16\)"),
-        ({"v_cache": torch.zeros(2, 9, 2, DIM)}, r"v_cache must .* \(batch=2, capacity=16, .*; got \(2, 9, 2, 16\)"),
-        ({"k": None}, "k, v and cache_seqlens go together"),
-        ({"cache_seqlens": None}, "k, v and cache_seqlens go together"),
-        ({"v": torch.ones(2, 4, 2, DIM)}, r"v must .* \(batch=2, seqlen_new=1, kv_heads=2, v_head_dim=16\); got \(2, 4, 2, 16\)"),
-        ({"v": torch.ones(2, 1, 2, 15)}, "v must .* v_head_dim=16"),
-        ({"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}, "rotate q and k before"),
-        ({"cache_batch_idx": torch.zeros(2).int(), "block_table": torch.zeros(2, 1).int()}, "pass one of them"),
-        ({"q": torch.randn(2, 1, 4, DIM, requires_grad=True)}, r"torch.no_grad"),
-    ],
-)
-def test_what_does_not_fit_a_cache_is_refused_before_anything_is_written(options, said, softcap):
-    q, new, k_cache, v_cache = torch.randn(2, 1, 4, DIM), torch.ones(2, 1, 2, DIM), *torch.zeros(2, 2, 16, 2, DIM)
-    call = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": new, "v": new, "cache_seqlens": 5, "softcap": softcap}
-    with pytest.raises(ValueError, match=said):
-        fa.flash_attn_with_kvcache(**call | options)
-    assert not k_cache.any() and not v_cache.any()
-
-
-@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["plain", "terms"])
-@pytest.mark.parametrize(
-    "q_ends, k_ends, longest, said",
-    [
-        ([0, 5, 12], [0, 5, 12], 6, "7 tokens, more than max_seqlen_q=6"),
-        ([0, 5, 12], [0, 2, 12], 9, "10 tokens, more than max_seqlen_k=9"),
-        ([1, 5, 12], [0, 5, 12], 12, "cu_seqlens_q must start with 0"),
-        ([0, 5, 12], [0, 5, 20], 20, "cu_seqlens_k must start with 0, not decrease, and end with at most the 12 tokens"),
-        ([0, 9, 5, 12], [0, 5, 9, 12], 12, "cu_seqlens_q must .*not decrease"),
-        ([0, 5, 12], [0, 3, 5, 12], 12, "cu_seqlens_k must .* .sequences.1=3.; got .4,."),
-        ([0.0, 5, 12], [0, 5, 12], 12, "cu_seqlens_q must be int32 or int64"),
-    ],
-)
-def test_lengths_that_do_not_fit_the_tokens_are_refused(q_ends, k_ends, longest, said, softcap):
-    q, k = torch.randn(12, HEADS, DIM), torch.randn(12, 2, DIM)
-    with pytest.raises(ValueError, match=said):
-        fa.flash_attn_varlen_func(q, k, k, torch.tensor(q_ends), torch.tensor(k_ends), longest, longest, softcap=softcap)
-
-
-@pytest.mark.parametrize(
-    "ends, longest, said",
-    [
-        ([0, 9, 10], 24, "9 tokens, more than max_seqlen_k=8"),
-        ([0, 7, 10], 4, "7 tokens, more than max_seqlen_k=4"),
-        ([0, 5, 3], 8, "cu_seqlens_k must .*not decrease"),
-        ([0, 5, 9, 12], 8, "cu_seqlens_k must .*; got .4,."),
-    ],
-)
-def test_sequences_that_do_not_fit_their_pages_are_refused(ends, longest, said):
-    q, pages = torch.randn(2, HEADS, DIM), torch.randn(3, 8, 2, DIM)
-    ends, table = torch.tensor(ends, dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
-    with pytest.raises(ValueError, match=said):
-        fa.flash_attn_varlen_func(q, pages, pages, torch.arange(3), ends, 1, longest, block_table=table)
-
-
 def test_a_mask_of_ours_goes_with_every_call():
     q, k, v = tensors(*[(1, 40, HEADS, DIM)] * 3)
     right, _ = expected(q[0], k[0], v[0], causal=True, extra=lambda distance: distance % 3 == 0)
@@ -272,31 +205,6 @@ def test_dropout_keeps_what_it_should_in_all_layouts():
     torch.testing.assert_close(fa.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 64, 64, 0.3, causal=True), right[0])
 
 
-def test_what_cannot_be_had_is_refused_by_name():
-    q, k, v = tensors(*[(1, 8, HEADS, DIM)] * 3)
-    ends = torch.tensor([0, 8], dtype=torch.int32)
-    with pytest.raises(ValueError, match="S_dmask"):
-        fa.flash_attn_func(q, k, v, 0.1, return_attn_probs=True)
-    with pytest.raises(ValueError, match=r"compile it from a pattern that says these, such as '... & causal'"):
-        fa.flash_attn_func(q, k, v, causal=True, mask=sf.compile_mask("local(3)", 8))
-    with pytest.raises(ValueError, match=r"q must be a tensor of shape \(batch, seqlen_q, heads, head_dim\); got \(8, 4, 16\)"):
-        fa.flash_attn_func(q[0], k, v)
-    with pytest.raises(ValueError, match="pattern of distances"):
-        fa.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends.clone(), 8, 8, softcap=3.0, mask="sinks(4)")
-    with pytest.raises(ValueError, match="pattern of distances"):
-        fa.flash_attn_with_kvcache(q[:, :1], k, v, cache_leftpad=ends[1:], mask="sinks(4)")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'k_descale'; k_descale: call attention_decode"):
-        fa.flash_attn_func(q, k, v, k_descale=torch.ones(1, 2))
-
-
-@pytest.mark.parametrize("window", [3, (3,), (1, 2, 3), "3", None])
-def test_a_window_that_is_no_pair_of_limits_is_refused(window):
-    q, k, v = tensors(*[(1, 8, HEADS, DIM)] * 3)
-    for call in (fa.flash_attn_func, fa.flash_attn_with_kvcache):
-        with pytest.raises(ValueError, match=r"window_size must be \(left, right\), .*; got "):
-            call(q, k, v, window_size=window)
-
-
 @pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["in place", "copied"])
 @pytest.mark.parametrize("page", [-1, 3])
 def test_pages_that_do_not_exist_are_refused_where_they_are_read_or_written_and_nowhere_else(page, softcap):
@@ -315,12 +223,6 @@ def test_pages_that_do_not_exist_are_refused_where_they_are_read_or_written_and_
     with pytest.raises(ValueError, match=said):
         fa.flash_attn_varlen_func(q[:, 0], keys, values, torch.arange(3, dtype=torch.int32), ends, 1, 24, block_table=table)
     assert torch.equal(keys, before)
-
-
-def test_an_error_about_a_mask_that_is_joined_shows_its_text_as_it_was_given():
-    q, k, v = tensors(*[(1, 8, HEADS, DIM)] * 3)
-    with pytest.raises(ValueError, match=r"did you mean 'causal' or 'local'\? \(column 1\)\n  cusal\n  \^$"):
-        fa.flash_attn_func(q, k, v, causal=True, mask="cusal")
 
 
 @pytest.mark.parametrize("queries", [1, 70])  # decoded, and beyond that

@@ -420,29 +420,6 @@ def test_choosers_of_other_packages_are_saved_and_restored_where_they_are_regist
         use_sparse_flash(made("llama", sparse_flash=record))
 
 
-@pytest.mark.parametrize(
-    "mask, settings, message",
-    [
-        ("causal & local(9)", {"dense_below": "4k"}, "dense_below must be a number of tokens, 0 or more; got '4k'"),
-        ("causal & local(9)", {"dense_layers": [2]}, r"dense_layers must name layers of the model, 0 to 1; got \[2\]"),
-        (SPEC, {"dense_layers": [True]}, r"dense_layers must name layers .*; got \[True\]"),
-        ({True: SPEC}, {}, r"mask must name layers of the model, 0 to 1; got layers \[True\]"),
-        ("causal | sampled(8, keep=2)", {}, r"causal must stand before choosers: .*; write causal & \(sampled\(8, keep=2\)"),
-        (SPEC, {"dense_below": -1}, "dense_below must be a number of tokens, 0 or more; got -1"),
-        (SPEC, {"dense_last": True}, "dense_last must be a number of tokens, 0 or more; got True"),
-        ("sampled(8, keep=2)", {}, "must be within causal and say so"),
-        ("causal & scored(keep=2)", {}, "must choose by itself, as no model passes scores"),
-        ("causal & sampled(8, keep=2) & pooled(keep=1)", {}, "choosers are joined by |"),
-        ("per_head([causal & pooled(keep=1), causal & pooled(keep=2), causal])", {}, "must be of its 4 heads"),
-    ],
-)
-def test_what_a_model_cannot_follow_is_refused_before_it_is_changed(mask, settings, message):
-    model = made("llama")
-    with pytest.raises(ValueError, match=message):
-        use_sparse_flash(model, mask, **settings)
-    assert model.config._attn_implementation == "dense_reference" and not hasattr(model.config, "sparse_flash")
-
-
 class Plan:
     """Stands for a plan of context parallelism."""
 

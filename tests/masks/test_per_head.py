@@ -94,21 +94,6 @@ def test_compiled_code_takes_a_pattern_by_head_and_refuses_another_number_of_hea
         call(*inputs(70, 6))
 
 
-@pytest.mark.parametrize("of", ["heads", "batch"])
-@pytest.mark.parametrize("call", ["attention", "decode", "decode by text", "layer"])
-def test_as_many_patterns_as_query_heads_are_needed(call, of):
-    q, k, v = inputs(70, 6, batch=6)
-    mask = HEADS if of == "heads" else BATCH
-    with pytest.raises(ValueError, match=rf"the mask's {of} must be q's, 6, or 1 for a mask of all; got 4"):
-        match call:
-            case "attention":
-                sf.attention(q, k, v, mask)
-            case "layer":
-                sf.SparseAttention(48, 6, mask=mask)(torch.zeros(6, 30, 48))
-            case _:
-                sf.attention_decode(q[:, :, -1:], k, v, mask.to_spec() if "text" in call else mask)
-
-
 @pytest.mark.parametrize("mask", [HEADS & "causal", BATCH & "causal"], ids=["heads", "sequences"])
 def test_decoding_follows_each_head(mask):
     q, k, v = inputs(150)
@@ -130,43 +115,6 @@ def test_a_layer_follows_each_head_with_and_without_a_cache(mask):
     torch.testing.assert_close(torch.cat(steps, 1), whole)
     assert str(mask & "causal") in repr(layer)
     assert bytes(layer.state_dict()["mask_spec"].tolist()).decode() == str(mask & "causal")
-
-
-@pytest.mark.parametrize(
-    "use, said",
-    [
-        (lambda: sf.per_head([]), r"must be a list of patterns or spec texts, one for each head; got \[\]"),
-        (lambda: sf.per_head("causal"), "must be a list of patterns"),
-        (
-            lambda: sf.per_head([sf.compile_mask("causal", 64)]),
-            r"patterns\[0\] .*; got BlockMask; BlockMask\.per_head takes compiled",
-        ),
-        (lambda: sf.per_head([HEADS]), r"patterns\[0\] must be a Pattern of one head"),
-        (lambda: HEADS & sf.per_head(["causal", "full"]), r"as many heads to combine; got \[2, 4\]"),
-        (lambda: BATCH & sf.per_batch(["causal", "full"]), r"as many sequences to combine; got \[2, 4\]"),
-        (lambda: HEADS & BATCH, "per_head and per_batch do not combine"),
-        (lambda: sf.per_batch([HEADS]), r"patterns\[0\] must be a Pattern of one sequence or its spec text; got PerHead"),
-        (lambda: sf.choose_blocks(BATCH & "pooled(keep=1)", *list(inputs())[:2]), "per_batch takes patterns without choosers"),
-        (lambda: sf.explain(BATCH), "must be that of one head or sequence; got 3 different ones"),
-        (
-            lambda: sf.draw(sf.compile_mask(BATCH, 70)),
-            r"shows one mask; got 3; draw them one by one, as mask.select\(head, batch\)",
-        ),
-        (lambda: sf.bench(BATCH, q_len=64), "the benchmark's mask must be that of all sequences"),
-        (lambda: HEADS.token_rule(0, 0), "has several token rules"),
-        (
-            lambda: sf.topk_blocks(*list(inputs())[:2], keep=1, within=HEADS),
-            r"within must be one mask for all heads; got .*\(1, 4\)",
-        ),
-        (
-            lambda: sf.attention_varlen(*(t[0].transpose(0, 1) for t in inputs()), torch.tensor([0, 30, 70]), mask=HEADS),
-            "packed documents take one pattern for all; got per_head",
-        ),
-    ],
-)
-def test_patterns_by_head_are_refused_where_heads_cannot_differ(use, said):
-    with pytest.raises((TypeError, ValueError), match=said):
-        use()
 
 
 @pytest.mark.parametrize("patterns", [HEADS, BATCH], ids=["heads", "sequences"])

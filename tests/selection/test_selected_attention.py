@@ -215,19 +215,6 @@ def test_a_batch_of_no_sequence_has_results_and_gradients_of_none(made, compiles
     assert [g.shape for g in grads] == [t.shape for t in leaves]
 
 
-def test_what_does_not_fit_is_refused_of_a_batch_of_no_sequence_too():
-    q, k = torch.zeros(0, 4, 64, 8), torch.zeros(0, 2, 64, 8)
-    chosen = sf.topk_blocks(q, k, 3, every=1, block_size=16)
-    for message, call in [
-        ("key heads must divide", lambda: sf.topk_blocks(q[:, :3], k, 3, every=1, block_size=16)),
-        ("q must not be empty", lambda: sf.topk_blocks(q[:, :, :0], k, 3, every=1, block_size=16)),
-        ("picks must be of batch 0", lambda: sf.attention(q, k, k, sf.BlockSelection.from_picks(PICKS, 16))),
-        ("backend must be 'auto' or one of", lambda: sf.attention(q, k, k, chosen, backend="flash")),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
 PICKS = torch.zeros(1, 2, 64, 2, dtype=torch.int32)
 
 
@@ -235,37 +222,6 @@ def changed(*place_and_value):
     picks = PICKS.clone()
     picks[place_and_value[:-1]] = place_and_value[-1]
     return picks
-
-
-@parametrize(
-    "changes, error, message",
-    [
-        ({"picks": [[0]]}, TypeError, "picks must be an int32 tensor; got list"),
-        ({"picks": PICKS.float()}, ValueError, r"int32 or int64, numbers of blocks; got torch.float32; use .to\(torch.int32\)"),
-        ({"picks": PICKS[0]}, ValueError, r"picks must have shape \(batch, kv_heads or heads.*got \(2, 64, 2\)"),
-        ({"picks": PICKS[..., :0], "own": False}, ValueError, r"none but the batch 0; got \(1, 2, 64, 0\)"),
-        ({"picks": changed(0, 1, 40, 1, 4)}, ValueError, r"got 4 at \(0, 1, 40, 1\), which is beyond the 4 blocks of keys"),
-        ({"picks": changed(0, 1, 40, 1, 3)}, ValueError, "got 3 .* after its queries: group 40 of 1 queries sees blocks up to 2"),
-        ({"picks": changed(0, 0, 0, 0, -2)}, ValueError, "got -2 .* below -1.*pass -1 where there is nothing to pick"),
-        ({"block_size": 100}, ValueError, "one of 16, 32, 64, 128, 256, 512 keys; got 100; try 64"),
-        ({"block_size": 64.0}, ValueError, "one of 16, 32, 64, 128, 256, 512 keys; got 64.0; try 64"),
-        ({"every": 0}, ValueError, "every must be 1 to 128 queries that share a choice; got 0"),
-        ({"every": 129}, ValueError, "got 129"),
-        ({"every": 1.0}, TypeError, "every must be an int, .*; got float"),
-        ({"every": 2, "q_len": 64}, ValueError, r"64 queries are 32 groups of 2; got picks of 64 groups.*pass every= and q_len="),
-        ({"q_len": 0}, ValueError, "q_len must be a positive integer"),
-        ({"always": "casual"}, ValueError, "did you mean 'causal'"),
-        (
-            {"always": sf.compile_mask("causal", 32)},
-            ValueError,
-            r"always must have the lengths.*\(64, 64, 128\).*got \(32, 32, 128\)",
-        ),
-        ({"always": ["causal"]}, TypeError, "must be a Pattern, its spec text or a BlockMask; got list"),
-    ],
-)
-def test_picks_that_do_not_fit_are_refused(changes, error, message):
-    with pytest.raises(error, match=message):
-        sf.BlockSelection.from_picks(**{"picks": PICKS, "block_size": 16, **changes})
 
 
 def test_numbers_of_numpy_count_as_ints():
@@ -286,40 +242,3 @@ def test_values_are_checked_on_the_device_where_asked_and_dropped_where_not():
     assert torch.equal(sf.BlockSelection.from_picks(bad, 16, check=False).picks[0, 1, 40].unique(), torch.tensor([-1, 0, 2]).int())
     with pytest.raises(RuntimeError, match="beyond the keys or after its query"):
         torch.compile(lambda picks: sf.BlockSelection.from_picks(picks, 16, check=True).picks, backend="aot_eager")(bad)
-
-
-@parametrize(
-    "changes, error, message",
-    [
-        ({"dropout_p": 0.1}, ValueError, "a BlockSelection does not take dropout_p; leave it out, or pass a BlockMask"),
-        ({"softcap": 3.0, "kv_lens": torch.tensor([3])}, ValueError, "does not take kv_lens and softcap"),
-        ({"deterministic": 1}, TypeError, "deterministic must be True, False or None; got 1"),
-        ({"alibi_slopes": torch.ones(4)}, ValueError, "does not take alibi_slopes"),
-        ({"kv_lens": np.array([3, 4])}, ValueError, "does not take kv_lens"),
-        ({"rel_bias": torch.ones(4, 3)}, ValueError, "does not take rel_bias"),
-        ({"score_mod": sf.ScoreFunction(lambda s, *_: s)}, ValueError, "does not take score_mod"),
-        ({"sinks": torch.zeros(2)}, ValueError, r"shape \(heads,\), here \(4,\)"),
-        ({"q": torch.zeros(1, 4, 60, 8)}, ValueError, "the selection is of q_len=64, kv_len=64; q and k have 60 and 64"),
-        ({"q": torch.zeros(1, 3, 64, 8)}, ValueError, "key heads must divide that of query heads; got 3 query heads and 2"),
-        (
-            {"q": torch.zeros(2, 4, 64, 8), "k": torch.zeros(2, 2, 64, 8)},
-            ValueError,
-            "picks must be of batch 2 and of 2 key heads or 4",
-        ),
-        (
-            {"q": torch.zeros(1, 8, 64, 8), "k": torch.zeros(1, 4, 64, 8)},
-            ValueError,
-            r"of 4 key heads or 8 query heads; got \(1, 2, 64",
-        ),
-        ({"backend": "hopper"}, ValueError, "backend 'hopper' cannot run this call: "),
-        ({"backend": "flash"}, ValueError, "backend must be 'auto' or one of"),
-        ({"backend": None}, ValueError, "backend must be 'auto' or one of .*; got None"),
-        ({"scale": -1.0}, ValueError, "scale must be positive"),
-        ({"mask": None, "return_block_lse": True}, ValueError, "return_block_lse needs a BlockSelection as mask; got NoneType"),
-    ],
-)
-def test_calls_that_do_not_fit_are_refused(changes, error, message):
-    arguments = {"q": torch.zeros(1, 4, 64, 8), "k": torch.zeros(1, 2, 64, 8), "mask": sf.BlockSelection.from_picks(PICKS, 16)}
-    arguments |= changes
-    with pytest.raises(error, match=message):
-        sf.attention(v=arguments["k"], **arguments)

@@ -1,0 +1,699 @@
+"""Bad input of every entry point: one table of calls, what is changed in a plain call, and the error that says what is wrong.
+
+A new call is one line of ``CALLS``, with plain arguments by name. Everything lies on the CPU, where lengths are read.
+"""
+
+import copy
+import re
+from functools import cache
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from calls import ENTRIES
+from torch import ones, zeros
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import sparse_flash as sf
+from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
+from sparse_flash.parallel import planning
+
+T, V, NAN = TypeError, ValueError, float("nan")
+compiled, of_heads = sf.compile_mask, sf.BlockMask.per_head
+
+
+def ints(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def bools(*shape):
+    return torch.ones(shape, dtype=torch.bool)
+
+
+def learned(tensor):
+    return tensor.clone().requires_grad_()
+
+
+def called_layer(x, cache=None, under=None, **options):
+    return sf.SparseAttention(48, 4, **options)(x, cache, mask=under)
+
+
+@cache
+def llama():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 11}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+
+
+def switched(mask=None, model=None, **options):
+    """A model under a mask; one that is refused stays as it was."""
+    model, before = model or llama(), str(llama().config)
+    from sparse_flash.integrations.transformers import use_sparse_flash
+
+    try:
+        return use_sparse_flash(model, mask, **options)
+    finally:
+        assert model is not llama() or str(model.config) == before
+
+
+def called_model(mask="causal & local(20)", **inputs):
+    return switched(mask, copy.deepcopy(llama()))(zeros(2, 150, dtype=torch.int64), **{"use_cache": False} | inputs)
+
+
+# (batch, heads, tokens, head_dim), and what belongs to them.
+Q, K = zeros(2, 4, 64, 16), zeros(2, 2, 64, 16)
+NONE = {"q": Q[:0], "k": K[:0], "v": K[:0]}
+HEADS, BATCH = sf.per_head(["causal", "full"] * 2), sf.per_batch(["causal", "full"] * 2)
+OWN = sf.ScoreFunction(lambda score, batch, head, q_pos, k_pos, params: score)
+HALF, E4M3, E5M2 = zeros(1, 2, 64, 64).half(), K.to(torch.float8_e4m3fn), K.to(torch.float8_e5m2)
+CHOOSER, SCORES = "causal & (pooled(keep=1) | sinks(2))", zeros(2, 4, 1, 1)
+# One query over a cache, in one piece and in pages.
+QUERY, PAGES, TABLE = Q[:, :, :1], zeros(3, 2, 16, 16), zeros(2, 3, dtype=torch.int32)
+# Tokens packed one after another, and their documents; flash-attn's layout.
+P, PK, ENDS = zeros(64, 4, 16), zeros(64, 2, 16), ints(0, 40, 64)
+F, FK, CACHE, NEW, FPAGES = zeros(2, 64, 4, 16), zeros(2, 64, 2, 16), zeros(2, 16, 2, 16), ones(2, 1, 2, 16), zeros(3, 8, 2, 16)
+# Selections.
+PICKS = zeros(2, 2, 64, 2, dtype=torch.int32)
+SELECTION = sf.BlockSelection.from_picks(PICKS, 16)
+TWO, ALWAYS = (sf.topk_blocks(Q[:, :, :2], K, 2, every=1, block_size=16, always=always) for always in (None, "sinks(4)"))
+PACKED = sf.topk_blocks(P, PK, 2, block_size=16, cu_seqlens_q=ENDS)
+# Kept blocks as lists and as compressed rows.
+LISTS, COUNTS, CROW, COL = ints([0, 1, 2], [1, 0, 2], [0, 2, 1]), ints(2, 1, 2), ints(0, 2, 3, 5), ints(0, 1, 1, 0, 2)
+
+FLASH_LENGTHS = {"cu_seqlens_q": ints(0, 5, 12), "cu_seqlens_k": ints(0, 5, 12), "max_seqlen_q": 12, "max_seqlen_k": 12}
+FLASH_PACKED = {"q": P[:12], "k": PK[:12], "v": PK[:12], **FLASH_LENGTHS}
+PAGES_LENGTHS = {"cu_seqlens_q": ints(0, 1, 2), "cu_seqlens_k": ints(0, 8, 10), "max_seqlen_q": 1, "max_seqlen_k": 8}
+FLASH_PAGES = {"q": P[:2], "k": FPAGES, "v": FPAGES, **PAGES_LENGTHS}
+FLASH_CACHE = {"q": F[:, :1], "k_cache": CACHE, "v_cache": CACHE.clone(), "k": NEW, "v": NEW, "cache_seqlens": 5}
+DOCUMENT = zeros(200, 2, 16)
+TYPES = {"head_mask_type": ints(1, -1), "streaming_info": ints(1, 1, 1, 1), "base_blockmask": bools(1, 1, 2, 2)}
+TYPES |= {"cu_seqlens_q": ints(0, 200), "cu_seqlens_k": ints(0, 200), "max_seqlen_q_": 200, "max_seqlen_k_": 200}
+CALLS = {
+    "attention": (sf.attention, {"q": Q, "k": K, "v": K}),
+    "fp8": (sf.attention, {"q": HALF, "k": HALF, "v": HALF, "precision": "fp8"}),
+    "fp8_reference": (sf.attention, {"q": HALF, "k": HALF, "v": HALF, "precision": "fp8", "backend": "reference"}),
+    "varlen": (sf.attention_varlen, {"q": P, "k": PK, "v": PK, "cu_seqlens_q": ENDS, "mask": "causal"}),
+    "varlen_selection": (sf.attention_varlen, {"q": P, "k": PK, "v": PK, "cu_seqlens_q": ENDS, "mask": PACKED}),
+    "decode": (sf.attention_decode, {"q": QUERY, "k": K, "v": K}),
+    "decode_in_pages": (sf.attention_decode, {"q": QUERY, "k": PAGES, "v": PAGES, "block_table": TABLE}),
+    "decode_in_eight_bits": (sf.attention_decode, {"q": QUERY, "k": E4M3, "v": E4M3, "k_scale": ones(2, 2), "v_scale": ones(2, 2)}),
+    "decode_selection": (sf.attention_decode, {"q": Q[:, :, :2], "k": K, "v": K, "mask": TWO}),
+    "topk": (sf.topk_blocks, {"q": Q, "k": K, "keep": 2}),
+    "topk_by_query": (sf.topk_blocks, {"q": Q, "k": K, "keep": 2, "every": 1}),
+    "topk_by_scores": (sf.topk_blocks, {"scores": zeros(2, 4, 64, 8), "keep": 2, "block_size": 16, "kv_len": 128}),
+    "topk_of_documents": (sf.topk_blocks, {"q": P, "k": PK, "keep": 2, "block_size": 16, "cu_seqlens_q": ENDS}),
+    "selection": (sf.attention, {"q": Q, "k": K, "v": K, "mask": SELECTION}),
+    "picks": (sf.BlockSelection.from_picks, {"picks": PICKS, "block_size": 16}),
+    "attention_choose": (sf.attention, {"q": Q, "k": K, "v": K, "mask": CHOOSER}),
+    "choose": (sf.choose_blocks, {"spec": CHOOSER, "q": Q, "k": K}),
+    "blocks": (sf.BlockMask.from_blocks, {"blocks": bools(2, 2), "block_size": 128}),
+    "blocks_from_lists": (sf.BlockMask.from_lists, {"kv_indices": LISTS, "kv_counts": COUNTS, "block_size": 16}),
+    "blocks_from_bsr": (sf.BlockMask.from_bsr, {"crow_indices": CROW, "col_indices": COL, "block_size": 16}),
+    "compile": (sf.compile_mask, {"pattern": "causal", "q_len": 64}),
+    "layer": (sf.SparseAttention, {"dim": 48, "heads": 4}),
+    "layer_call": (called_layer, {"x": zeros(2, 64, 48)}),
+    "flash_attn_call": (flash_attn.flash_attn_func, {"q": F, "k": FK, "v": FK}),
+    "flash_packed": (flash_attn.flash_attn_varlen_func, FLASH_PACKED),
+    "flash_packed_softcap": (flash_attn.flash_attn_varlen_func, FLASH_PACKED | {"softcap": 5.0}),
+    "flash_pages": (flash_attn.flash_attn_varlen_func, FLASH_PAGES | {"block_table": ints([0], [1])}),
+    "flash_cache": (flash_attn.flash_attn_with_kvcache, FLASH_CACHE),
+    "flash_cache_softcap": (flash_attn.flash_attn_with_kvcache, FLASH_CACHE | {"softcap": 5.0}),  # which copies the cache
+    "block_sparse_call": (block_sparse_attn.block_sparse_attn_func, dict.fromkeys("qkv", DOCUMENT) | TYPES | {"p_dropout": 0.0}),
+    "pytorch_call": (sdpa.scaled_dot_product_attention, {"query": Q, "key": Q, "value": Q}),
+    "model": (switched, {}),
+    "model_call": (called_model, {}),
+}
+
+
+def row(calls, error, message, /, **change):
+    """A row for each of calls: names of ``CALLS``, or a function, of which ``change`` has all arguments. message: a pattern."""
+    return [(call, change, error, message) for call in (calls.split() if isinstance(calls, str) else [calls])]
+
+
+def unexpected(call, keyword, message):
+    return row(call, T, rf"unexpected keyword argument '{keyword}'; .*{re.escape(message)}", **{keyword: None})
+
+
+def choosers_without_queries(spec):
+    """Rows of calls that have no q and k for a chooser."""
+    said, shifted = r"chooses blocks from q and k.*choose_blocks\(spec, q, k\)", sf.shifted(spec, 3, allow_uncovered=True)
+    return (
+        row("decode varlen", V, said, mask=spec),
+        row("decode", V, said, mask=spec, kv_lens=ints(50, 50)),
+        row("compile", V, said, pattern=spec),
+        row("topk blocks", V, said, within=spec),
+        row("topk topk_by_query", V, said, always=spec),
+        row("attention", V, said, mask=shifted),
+        row(sf.draw, V, said, mask=spec, q_len=100),
+        row(planning.to_square_mask, V, said, mask=spec, q_len=100, block_size=128),
+        row(of_heads, V, said, masks=[spec, "causal"], q_len=100),
+        row(shifted.token_rule, V, said, q=np.arange(100)[:, None], kv=np.arange(100)),
+    )
+
+
+KINDS = "a mask must be a Pattern, its spec text or a BlockMask; got "
+TYPO = r"did you mean 'causal' or 'local'\?.* \(column 1\)\n  cusal\n  \^$"
+CAPPED, PACKS = "flash_cache flash_cache_softcap", "flash_packed flash_packed_softcap"
+TABLES = (
+    # Tensors.
+    row("attention", T, r"k must be a tensor of shape \(batch, heads, tokens, head_dim\); got list", k=[1.0]),
+    row("choose", T, "q must be a tensor", q=[1.0]),
+    row("decode", T, "q must be a tensor.*got ndarray", q=QUERY.numpy()),
+    row("attention choose topk", V, r"q must have shape \(batch, heads, tokens, head_dim\); got \(4, 64, 16\)", q=Q[0]),
+    row("attention", V, r"v must have shape \(batch, heads, tokens, head_dim\); got \(64, 16\)", v=K[0, 0]),
+    row("decode", V, r"\(batch, heads, q_len, head_dim\)", q=QUERY[0]),
+    row("decode_in_pages", V, r"k must have shape \(pages, kv_heads, page_size, head_dim\)", k=PAGES[0]),
+    row("varlen", V, r"q must have shape \(tokens of all documents", q=Q),
+    row("flash_attn_call", V, r"q must be a tensor of shape \(batch, seqlen_q, heads, head_dim\); got \(64, 4, 16\)", q=F[0]),
+    row("pytorch_call", V, r"query must have shape .*; got \(4, 64, 16\)", query=Q[0], key=Q[0], value=Q[0]),
+    row("layer_call", V, r"\(batch, tokens, 48\); got \(2, 64\)", x=zeros(2, 64)),
+    row("layer_call", V, r"\(batch, tokens, 48\); got NoneType", x=None),
+    row("attention choose topk", V, "q must be a floating-point tensor, .*; got torch.int32", q=Q.int()),
+    row("attention", V, r"float32 or float64; got torch.float8_e5m2; cast with .to\(torch.bfloat16\)", q=E5M2, k=E5M2, v=E5M2),
+    row("attention fp8", V, r"must be .*float16.*; got torch\.float8_e4m3fn", q=E4M3, k=E4M3, v=E4M3),
+    row("topk", V, r"got torch\.float8_e4m3fn", q=E4M3, k=E4M3),
+    row("decode decode_in_eight_bits", V, "q must be a floating-point tensor, of float16, .*; got torch.float8_e4m3fn; multiply it",
+        q=QUERY.to(torch.float8_e4m3fn), k=E4M3, v=E4M3),
+    row("attention choose", V, "must have one dtype; q is torch.float32, k is torch.float16; cast with", k=K.half()),
+    row("decode", V, "one dtype", k=K.half(), v=K.half()),
+    row("varlen", V, "one dtype", q=P.half()),
+    row("varlen", V, "must have one dtype", v=PK.bfloat16(), backend="torch"),
+    row("attention", V, "one device; q is on cpu, .*v on meta", v=K.to("meta")),
+    row("attention", V, r"q must not be empty; got shape \(2, 4, 64, 0\)", q=Q[..., :0]),
+    row("choose topk_by_query", V, "q must not be empty", q=Q[:, :, :0]),
+    row("topk_by_query", V, "key heads must divide", q=Q[:0, :3], k=K[:0]),
+    row("topk_by_query", V, "q must not be empty", q=Q[:0, :, :0], k=K[:0]),
+    row("selection", V, "backend must be 'auto' or one of", **NONE, mask=sf.topk_blocks(Q[:0], K[:0], 2, every=1), backend="flash"),
+    row("decode", V, "capacity of 64", **NONE, mask=compiled("causal", 63)),
+    row("decode", V, r"kv_lens must have shape \(0,\)", **NONE, kv_lens=ints(3, 4)),
+    row("decode", V, "head_dim not 0", q=QUERY[..., :0]),
+    row("varlen", V, r"q must have a head_dim of at least 1; got shape \(64, 4, 0\)", q=P[..., :0]),
+    row("attention", V, "must divide that of query heads; got 4 query heads and 0 key heads", k=K[:, :0], v=K[:, :0]),
+    row("attention selection choose topk topk_by_query", V, "key heads must divide .*; got 3 query heads and 2", q=Q[:, :3]),
+    row("decode", V, "number of key heads", q=QUERY[:, :3]),
+    row("varlen", V, "divide that of query heads; got 3 query heads", q=P[:, :3]),
+    row("pytorch_call", V, "enable_gqa=True", key=K, value=K),
+    row("attention", V, r"k and v must agree in batch, heads and tokens; got .* and \(2, 2, 60, 16\)", v=K[:, :, :60]),
+    row("decode", V, "agree in all but head_dim", v=K[:, :, :5]),
+    row("varlen", V, r"agree in tokens and heads; got \(64, 2, 16\) and \(60, 2, 16\)", v=PK[:60]),
+    row("attention", V, r"agree in batch and head_dim; got \(1, 4, 64, 16\) and \(2, 2, 64, 16\)", q=Q[:1]),
+    row("attention choose topk", V, r"agree in batch and head_dim; got \(2, 4, 64, 8\) and \(2, 2, 64, 16\)", q=Q[..., :8]),
+    row("decode", V, "agree in batch.*block_table", k=K[:1], v=K[:1]),
+    row("varlen", V, r"head_dim.*; got \(64, 4, 8\) and \(64, 2, 16\)", q=P[..., :8]),
+    row("pytorch_call", V, "got a nested tensor.*go to sparse_flash.attention_varlen",
+        **dict.fromkeys(("query", "key", "value"), torch.nested.nested_tensor([Q[0]]))),
+    # Numbers and back ends.
+    row("attention decode", V, "scale must be positive and finite; got 0.0", scale=0.0),
+    row("attention choose varlen selection", V, "scale must be positive and finite; got -1.0", scale=-1.0),
+    row("attention", V, "scale must be positive and finite; got nan", scale=NAN),
+    row("attention choose", T, "scale must be a number; got str", scale="x"),
+    row("attention", T, "scale must be a number; got bool", scale=True),
+    row("attention", T, r"scale must be a number; got float32; use .item\(\)", scale=np.float32(0.5)),
+    row("attention", V, r"dropout_p must be in \[0, 1\); got -0.1", dropout_p=-0.1),
+    row("attention layer", V, r"dropout_p must be in \[0, 1\); got 1.0", dropout_p=1.0),
+    row("attention", V, r"dropout_p must be in \[0, 1\); got 1.5", dropout_p=1.5),
+    *(row("attention", T, r"dropout_p must be a number, .*; got Tensor; use .item\(\)", dropout_p=p) for p in (ones(()), zeros(2))),
+    row("attention", T, "dropout_p must be a number, .*; got str", dropout_p=""),
+    row("pytorch_call", V, "dropout_p", dropout_p=1.0),
+    row("attention", V, "softcap must be positive and finite; got 0.0; None is for no cap", softcap=0.0),
+    row("attention", V, "softcap must be positive and finite; got inf", softcap=float("inf")),
+    row("attention", T, "softcap must be a number, .*; got str", softcap="x"),
+    row("attention", T, "softcap must be a number, .*; got bool", softcap=True),
+    row("attention", T, "deterministic must be True, False or None; got 'yes'; None follows", deterministic="yes"),
+    row("attention selection layer", T, "deterministic must be True, False or None; got 1", deterministic=1),
+    row("attention layer", T, "deterministic must be True, False or None; got 0", deterministic=0),
+    row("attention decode varlen selection layer model", V, "backend must be 'auto' or one of 'hopper', .* got 'no'", backend="no"),
+    row("attention selection", V, r"backend must be 'auto' or one of .*; got \['torch'\]", backend=["torch"]),
+    row("attention selection", V, "backend must be 'auto' or one of .*; got None", backend=None),
+    row("attention", V, r"backend 'triton' cannot run this call: .*; pass backend='auto'",
+        **dict.fromkeys("qkv", K.double()), backend="triton"),
+    row("selection", V, "backend 'hopper' cannot run this call: ", backend="hopper"),
+    row("decode_selection", V, "over picked blocks it does not decode", backend="reference"),
+    # Keywords of other libraries.
+    unexpected("attention", "is_causal", 'pass mask="causal"'),
+    unexpected("attention", "enable_gqa", "leave it out"),
+    unexpected("attention", "window_size", "local(w)"),
+    unexpected("attention", "sm_scale", "scale="),
+    unexpected("attention", "return_attn_probs", "return_lse=True"),
+    unexpected("attention", "causl", "did you mean 'causal'?; pass mask=\"causal\""),
+    unexpected("attention", "attn_mask", "BlockMask.from_dense"),
+    unexpected("attention", "block_mask", "mask="),
+    unexpected("attention", "mask_mod", "BlockMask.from_mask_mod"),
+    unexpected("attention", "cache_seqlens", "kv_lens="),
+    unexpected("attention", "block_size", "block_size=...); a chooser has its own, as in sampled(8, keep=0.1, block=64)"),
+    unexpected("attention", "max_seqlen", "attention_varlen"),
+    unexpected("decode", "is_causal", "it takes q, k, v,"),
+    unexpected("varlen", "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
+    unexpected("attention decode varlen", "backened", "did you mean 'backend'?"),
+    unexpected("attention decode varlen", "zzz", "it takes q, k, v,"),
+    unexpected("choose", "block_size", "as in sampled(8, keep=0.1, block=64)"),
+    unexpected("choose", "kep", "it takes spec, q"),
+    unexpected("flash_attn_call", "k_descale", "call attention_decode"),
+    row("compile", V, "block= in the chooser says the size of blocks", pattern=CHOOSER, block_size=64),
+    # Masks.
+    row("attention", V, "unknown pattern 'lokal'.*local", mask="causal & lokal(3)"),
+    row("attention", V, "causal &", mask="causal &"),
+    row("attention decode varlen layer", V, TYPO, mask="cusal"),
+    row("flash_attn_call", V, TYPO, mask="cusal", causal=True),
+    row("topk_by_query topk_by_scores topk_of_documents picks", V, TYPO, always="cusal"),
+    row("topk blocks blocks_from_lists", V, "did you mean 'causal'", within="casual"),
+    row("varlen layer model", V, "unknown pattern 'nothing_like_it'", mask="causal & nothing_like_it"),
+    row("compile", V, "unknown pattern 'casual'", pattern="casual"),
+    row("compile", T, r"must be a sparse_flash\.Pattern or its spec text; got list", pattern=[1]),
+    row("attention decode", T, KINDS + "int", mask=3),
+    row("layer_call", T, KINDS + "int", under=3),
+    row("topk blocks", T, KINDS + "int", within=3),
+    row("topk picks", T, KINDS + "list", always=["causal"]),
+    row("blocks", T, KINDS + "list", within=["causal"]),
+    row("attention model", T, KINDS + "Tensor; use BlockMask.from_dense", mask=ones(64, 64)),
+    row("attention", T, "got CausalBias; use 'causal'", mask=causal_lower_right(64, 64)),
+    row("attention", T, KINDS + "list; use per_head for a pattern of each head", mask=["causal"]),
+    row("attention model", T, KINDS + "type Causal itself; call it", mask=sf.causal),
+    row("attention model", T, KINDS + "function; use from_mask_fn", mask=lambda q, kv: q > kv),
+    row("attention", V, "compiled for q_len=128, kv_len=128; q and k have 64 and 64 tokens", mask=compiled("causal", 128)),
+    row("decode", V, "square and cover the cache's capacity of 64", mask=compiled("causal", 1, 64)),
+    row("decode", V, "capacity of 64", mask=compiled("causal", 63)),
+    row("attention decode", V, "the mask's heads must be q's, 4, or 1 .*; got 3", mask=of_heads(["causal"] * 3, 64)),
+    row("attention decode layer_call", V, "the mask's heads must be q's, 4, or 1 .*; got 2", mask=sf.per_head(["causal", "full"])),
+    row("decode", V, "the mask's heads must be q's, 4, or 1 for a mask of all; got 2", mask="per_head([causal, full])"),
+    row("attention decode layer_call", V, "the mask's batch must be q's, 2, or 1 for a mask of all; got 4", mask=BATCH),
+    row("decode", V, "the mask's batch must be q's, 2, or 1 for a mask of all; got 4", mask=BATCH.to_spec()),
+    row("attention", V, "the mask's batch must be q's, 2, or 1 .*; got 3", mask=sf.BlockMask.from_blocks(bools(3, 1, 4, 4), 16)),
+    row("attention", V, r"the mask is on meta and q on .*; use mask.to\('.*'\)", mask=compiled("causal", 64, device="meta")),
+    row("varlen", T, "pass the pattern that it was compiled from", mask=compiled("causal", 64)),
+    row("varlen", V, "packed documents take one pattern for all; got per_head", mask=HEADS),
+    # Lengths.
+    row("attention", T, r"kv_lens must be a tensor of shape \(batch,\) on q's device; got list", kv_lens=[3, 4]),
+    row("decode", T, r"kv_lens must be an int32 or int64 tensor.*torch.tensor\(", kv_lens=[3, 4]),
+    row("decode", V, "kv_lens must be int32 or int64 on cpu; got torch.float32.*int32", kv_lens=zeros(2)),
+    row("decode", V, r"kv_lens must have shape \(2,\)", kv_lens=ints(3)),
+    row("attention", V, r"kv_lens must be int32 or int64 of shape \(batch,\), here \(2,\); got", kv_lens=ints(3, 3, 3)),
+    row("attention", V, r"q_lens must be int32 or int64 .*; got torch.float32 of shape \(2,\)", q_lens=zeros(2)),
+    row("attention", V, "q_starts must be on q's device; .* on meta", q_starts=ints(0, 0).to("meta")),
+    row("decode", V, "kv_lens must be at least 0; got -2; a sequence without tokens has 0", kv_lens=ints(3, -2)),
+    *(row("attention", V, f"{name} must be at least 0; got -1; a seq", **{name: ints(3, -1)}) for name in ("q_lens", "kv_lens")),
+    row("attention", V, "q_starts must be at most 60, the number of tokens; got 61; a seq", q=Q[:, :, :60], q_starts=ints(3, 61)),
+    row("attention", V, "kv_starts must be at most 64, the number of tokens; got 65; a", q=Q[:, :, :60], kv_starts=ints(3, 65)),
+    row("decode", V, "kv_starts must be at most .*; got 9000", kv_starts=ints(9000, 9000)),
+    row("decode_in_pages", V, "kv_starts must be None with a block_table", kv_starts=ints(3, 4)),
+    row("decode_in_pages", V, "block_table must be int32 or int64 on cpu; got torch.int16", block_table=TABLE.short()),
+    row("decode_in_pages", V, r"block_table must have shape \(2, pages of a sequence\)", block_table=TABLE[0]),
+    row("decode_in_pages", V, "power of two; got 48", k=zeros(3, 2, 48, 16), v=zeros(3, 2, 48, 16)),
+    row("decode_in_pages", V, "at least one page", k=PAGES[:0], v=PAGES[:0]),
+    row("choose attention_choose", T, "kv_starts must be a tensor", kv_starts=[1, 2]),
+    row("choose attention_choose", V, r"kv_starts must be int32 or int64 of shape \(batch,\), here \(2,\)", kv_starts=ints(1)),
+    row("choose attention_choose", V, "kv_lens must be int32 or int64", kv_lens=torch.tensor([1.0, 2.0])),
+    row("attention", V, "counts from the end of the", mask="causal & (pooled(keep=1) | last_tokens(4))", kv_lens=ints(9, 20)),
+    row("varlen", T, r"cu_seqlens_q must be a tensor.*torch\.tensor", cu_seqlens_q=[0, 10]),
+    *(row("varlen", V, "cu_seqlens_q must be int32 or int64", cu_seqlens_q=ends) for ends in (zeros(3), ints(0))),
+    row("varlen", V, "of as many documents", cu_seqlens_k=ints(0, 3, 6, 10)),
+    row("varlen", V, "pass cu_seqlens_k", q=P[:60]),
+    *(row("varlen", V, "max_seqlen_q must be", max_seqlen_q=most) for most in (2.5, True, torch.tensor(6), np.array([6, 6]))),
+    row("varlen", V, "max_seqlen_k must be", max_seqlen_k=-1),
+    row("varlen", V, "a document of q has 40 tokens, more than max_seqlen_q=9", max_seqlen_q=9),
+    *(row("varlen", V, "must start with 0, not decrease, and end with at most the 64 tokens of q",
+          cu_seqlens_q=ints(*ends, dtype=torch.int64))
+      for ends in ((0, 5, 4, 10), (1, 10), (0, 65), (0, -1, 10), (0, 2**32), (0, 2**32 + 5, 10), (2**40, 10))),
+    # Terms of scores.
+    row("attention", V, r"\(heads,\) or \(batch, heads\), here \(4,\) or \(2, 4\); got \(3,\)", alibi_slopes=zeros(3)),
+    row("attention", V, "alibi_slopes requires a gradient, and has none; detach", alibi_slopes=learned(zeros(4))),
+    row("attention", V, "alibi_slopes must be of a floating-point type; got torch.int64", alibi_slopes=zeros(4).long()),
+    row("attention", T, "alibi_slopes must be a tensor on q's device; got float", alibi_slopes=0.5),
+    row("attention", V, r"\(heads, 2 \* max_distance \+ 1\), here \(4, an odd number\); got \(4, 8\)", rel_bias=zeros(4, 8)),
+    row("attention", V, r"rel_bias must have shape .*; got \(3, 9\)", rel_bias=zeros(3, 9)),
+    row("attention", T, "rel_bias must be a tensor on q's device; got list", rel_bias=[0.5]),
+    row("attention", V, "rel_bias must be on q's device; .* on meta", rel_bias=zeros(4, 9).to("meta")),
+    row("attention", V, "rel_bias must be of a floating-point type; got torch.int64", rel_bias=zeros(4, 9).long()),
+    row("attention", T, "score_mod must be a sparse_flash.ScoreFunction; got function; wrap", score_mod=lambda score: score),
+    row("attention", V, "score_params are the tensors of a score_mod; pass that too", score_params=(zeros(3),)),
+    row("attention", T, r"score_params must be a tuple of tensors; got Tensor; write \(tensor,\) for one", score_params=ones(3)),
+    row("attention", T, r"score_params\[0\] must be a tensor on q's device; got int", score_mod=OWN, score_params=(3,)),
+    row("attention", V, r"score_params\[0\] requires a gradient", score_mod=OWN, score_params=(learned(zeros(2)),)),
+    row("attention selection", V, r"shape \(heads,\), here \(4,\); got torch.float32 of shape \(3,\)", sinks=zeros(3)),
+    row("attention", T, "sinks must be a tensor on q's device; got float", sinks=1.0),
+    row(sf.ScoreFunction, T, "needs a function as torch; got int", torch=3),
+    row(sf.ScoreFunction, V, "triton and derivative both, or neither", torch=OWN.torch, triton=OWN.torch),
+    row(sf.ScoreFunction, T, r"q_pos, k_pos, params\); got one of \(score, b, h, i, j\)", torch=lambda score, b, h, i, j: score),
+    *(row("attention", T, f"must return scores, a floating-point tensor; got {got}", backend=backend,
+          score_mod=sf.ScoreFunction(lambda score, batch, head, q_pos, k_pos, params, result=result: result))
+      for backend in ("torch", "reference") for result, got in ((None, "NoneType"), (ones((), dtype=torch.bool), "torch.bool"))),
+    # Eight bits.
+    row("decode", V, "gives no gradients.*sparse_flash.attention", q=learned(QUERY)),
+    row("decode_in_eight_bits", V, "gives no gradients", q=learned(QUERY)),
+    row("decode", V, "up to 64 queries of a sequence; got 65", q=zeros(2, 4, 65, 16)),
+    row("decode_in_eight_bits", T, r"k_scale of an e4m3 cache must be a float32 tensor of shape \(batch, kv_heads\); got NoneType",
+        k_scale=None, v_scale=None),
+    row("decode_in_eight_bits", T, "v_scale of an e4m3 cache .* got float", v_scale=1.0),
+    row("decode_in_pages", T, r"of shape \(pages, kv_heads\)", **dict.fromkeys("kv", PAGES.to(torch.float8_e4m3fn))),
+    row("decode_in_eight_bits", V, r"float32 of shape \(batch, kv_heads\), or \(batch, kv_heads, capacity\).* of shape \(4, 2\)",
+        k_scale=ones(4, 2), v_scale=ones(4, 2)),
+    row("decode_in_eight_bits", V, "got torch.float64", k_scale=ones(2, 2).double(), v_scale=ones(2, 2).double()),
+    row("decode_in_eight_bits", V, "gradient, and has none; detach it", v_scale=learned(ones(2, 2))),
+    row("decode_in_eight_bits", V, "belong to a cache of torch.float8_e4m3fn; got k of torch.float32; leave", k=K, v=K),
+    row("decode_in_eight_bits", V, "holds both keys and values so.* and v of torch.float32; quantize the other", v=K),
+    *(row("fp8 fp8_reference", V, f"in precision='fp8' it does not support {name}", **{name: value}) for name, value in (
+        ("softcap", 2.0), ("dropout_p", 0.5), ("alibi_slopes", ones(2)), ("kv_lens", ints(30)), ("rel_bias", ones(2, 9)))),
+    *(row("fp8", V, f"backend '{name}' cannot run this call: .*precision='fp8'", backend=name) for name in ("torch", "triton")),
+    row("fp8_reference", V, "gives no gradients, and k requires one", k=learned(zeros(1, 2, 64, 64).half())),
+    row("attention", V, "precision must be None or one of 'fp8'; got 'fp4'", precision="fp4"),
+    row("attention", V, r"must be float16 or bfloat16; got torch\.float32", precision="fp8"),
+    row("selection", V, "does not take a BlockSelection", precision="fp8"),
+    # Blocks with the largest means.
+    row("topk", V, "at least one block a row; got 0", keep=0),
+    row("topk", V, r"share must be in \(0, 1\]; got 0.0", keep=0.0),
+    row("topk", V, "got 1.5; pass an int", keep=1.5),
+    row("topk", T, "int, blocks a row, or a float.* got bool", keep=True),
+    row("topk", T, "got NoneType", keep=None),
+    row("topk", V, "power of two in 16..256", block_size=100),
+    row("topk", V, r"within must have .* \(64, 64, 128\); got \(60, 60, 128\)", within=compiled("causal", 60)),
+    row("topk", V, r"always must have .* got \(64, 64, 64\)", always=compiled("causal", 64, block_size=64)),
+    row("topk", V, r"must be one mask for all heads; got one with \(1, 4\)", within=of_heads(HEADS.patterns, 64)),
+    row("topk", V, r"within must be one mask for all heads; got .*\(1, 4\)", within=HEADS),
+    # Blocks chosen by each query.
+    row("topk_by_query", T, "topk_blocks needs q and k, or scores=", k=None),
+    row("topk_by_query topk_of_documents", T, r"keep of a selection must be an int, how many blocks; got 0\.5", keep=0.5),
+    row("topk_by_query picks", V, "every must be 1 to 128 queries that share a choice; got 0", every=0),
+    row("topk_by_query", T, "every must be an int", every=True),
+    row("picks", V, "got 129", every=129),
+    row("picks", T, "every must be an int, .*; got float", every=1.0),
+    row("topk_by_query", V, "one of 16, 32, 64, 128, 256, 512 keys; got 48", block_size=48),
+    row("picks", V, "one of 16, 32, 64, 128, 256, 512 keys; got 100; try 64", block_size=100),
+    row("picks", V, "one of 16, 32, 64, 128, 256, 512 keys; got 64.0; try 64", block_size=64.0),
+    row("topk_by_query", V, "a selection is causal; within is for every=None", within=None),
+    row("topk_by_query", V, "score must be one of 'mean', 'max', 'softmax'; got 'median'; pass scores=", score="median"),
+    row("topk_by_query", V, "q_len and kv_len follow from q and k", q_len=64),
+    row("topk", V, "score, kv_len needs a choice .* pass every=1", score="max", kv_len=3),
+    row("topk_by_query", V, "compression and lse are of compressed keys; pass score='softmax'", compression=(32, 16)),
+    row("topk_by_scores", V, "compression and lse are of compressed keys", lse=zeros(2, 4, 64)),
+    row("topk", V, "score needs a choice for each query; pass every=1", score="softmax"),
+    row("topk_by_query", V, "q_len and kv_len follow from q and k", score="softmax", q_len=3),
+    row("topk_by_query", V, "64 tokens have 4 compressed keys of 16 tokens, 16 from .*; got k of 64.*pass kv_len= and compr",
+        score="softmax", block_size=16),
+    row("topk_by_query", V, "kv_len must be an integer of at least 1; got 0", score="softmax", kv_len=0),
+    row("topk_by_query", T, "compression must be two ints, .* got 32; pass", score="softmax", compression=32),
+    row("topk_by_query", V, r"stride must divide length .* got \(24, 16\)", score="softmax", compression=(24, 16)),
+    row("topk_by_query", V, "and blocks of 64", score="softmax", compression=(96, 48), block_size=64),
+    row("topk_by_query", V, r"lse must have shape \(2, 4, 64\)", k=K[:, :, :1], score="softmax", block_size=64, lse=Q),
+    row("topk_by_query", T, "lse must be a .* got float", k=K[:, :, :1], score="softmax", block_size=64, lse=3.0),
+    row("topk_by_query", V, "q, k and v must have one dtype", k=K[:, :, :1].half(), score="softmax", block_size=64),
+    row("topk_by_scores", V, "scores take the place of q, k", q=Q),
+    row("topk_by_scores", T, "scores must be a tensor; got list", scores=[1.0]),
+    row("topk_by_scores", V, "scores must be of a floating-point type.*got torch.int32", scores=zeros(2, 4, 64, 8).int()),
+    row("topk_by_scores", V, "64 tokens are 1 blocks of 64 keys; got scores of 8.*pass a kv_len=", block_size=64, kv_len=None),
+    row("topk_by_scores", V, r"q_len must be an integer of at least 1; got 64\.0", q_len=64.0),
+    row("topk_by_scores", V, "kv_len must be an integer of at least 1; got '64'", kv_len="64"),
+    row("topk_by_scores", V, "50 tokens are 50 groups of 1 queries; got scores of 64", q_len=50),
+    row("topk_of_documents", V, "packed documents choose for each query; got every=4, whose groups would cross documents", every=4),
+    row("topk_of_documents", T, "of packed documents must be a Pattern or its spec text", always=compiled("causal", 64)),
+    row("topk_of_documents", V, "have up to 128 keys; got block_size=256; leave always out", always="sinks(4)", block_size=256),
+    *(row("topk_of_documents", V, "within, q_len and kv_len are of one seq", **one) for one in ({"within": None}, {"q_len": 64})),
+    row("topk_of_documents", T, "cu_seqlens_q must be a tensor on .* got list", cu_seqlens_q=[0, 64]),
+    row("topk_by_query", V, "max_seqlen_q is of packed documents; pass cu_seqlens_q as", max_seqlen_q=9),
+    row("topk_of_documents", V, "choose among the keys of their own tokens; got 64 queries and 60 keys", k=PK[:60]),
+    row("topk_of_documents", V, "scores take the place of q, k, score= and share_group=; pass either", scores=Q[0]),
+    row("topk_of_documents", V, "blocks of 16 keys; got scores of 16, .*; pass a max_seqlen_q=", q=None, k=None, scores=Q[0]),
+    row("topk_of_documents", V, r"scores of packed documents must be .*, none of it 0; got \(4, 16\)", q=None, k=None, scores=P[0]),
+    row("picks", T, "picks must be an int32 tensor; got list", picks=[[0]]),
+    row("picks", V, r"int32 or int64, numbers of blocks; got torch.float32; use .to\(torch.int32\)", picks=PICKS.float()),
+    row("picks", V, r"picks must have shape \(batch, kv_heads or heads.*got \(2, 64, 2\)", picks=PICKS[0]),
+    row("picks", V, r"none but the batch 0; got \(2, 2, 64, 0\)", picks=PICKS[..., :0], own=False),
+    *(row("picks", V, message, picks=PICKS.index_put(tuple(map(torch.tensor, index)), ints(value)[0]))
+      for index, value, message in (
+          ((0, 1, 40, 1), 4, r"got 4 at \(0, 1, 40, 1\), which is beyond the 4 blocks of keys"),
+          ((0, 1, 40, 1), 3, "got 3 .* after its queries: group 40 of 1 queries sees blocks up to 2"),
+          ((0, 0, 0, 0), -2, "got -2 .* below -1.*pass -1 where there is nothing to pick"))),
+    row("picks", V, "64 queries are 32 groups of 2; got picks of 64 groups.*pass every= and q_len=", every=2, q_len=64),
+    row("picks", V, "q_len must be a positive integer", q_len=0),
+    row("picks", V, r"always must have the lengths.*\(64, 64, 128\).*got \(32, 32, 128\)", always=compiled("causal", 32)),
+    # Attention over them.
+    row("selection", V, "a BlockSelection does not take dropout_p; leave it out, or pass a BlockMask", dropout_p=0.1),
+    *(row("selection", V, f"does not take {name}", **{name: given}) for name, given in (
+        ("alibi_slopes", ones(4)), ("kv_lens", np.array([3, 4])), ("rel_bias", ones(4, 3)), ("score_mod", OWN))),
+    row("selection", V, "does not take kv_lens and softcap", softcap=3.0, kv_lens=ints(3, 3)),
+    row("selection", V, "the selection is of q_len=64, kv_len=64; q and k have 60 and 64", q=Q[:, :, :60]),
+    row("selection", V, "picks must be of batch 1 and of 2 key heads or 4", q=Q[:1], k=K[:1], v=K[:1]),
+    row("selection", V, "picks must be of batch 0", **NONE),
+    row("selection", V, r"of 4 key heads or 8 query heads; got \(2, 2, 64", q=zeros(2, 8, 64, 16), k=Q, v=Q),
+    row("attention", V, "return_block_lse needs a BlockSelection as mask; got NoneType", return_block_lse=True),
+    row("decode_selection", V, "takes no selection with always=; choose without it", mask=ALWAYS),
+    row("decode_selection", V, "q_len=2 and a cache of 64 tokens; got 1 queries", q=QUERY),
+    row("decode_selection", V, "a cache of 32, without kv_lens; choose again", k=K[:, :, :32], v=K[:, :, :32]),
+    row("decode_selection", V, "picks must be of batch 1", q=Q[:1, :, :2], k=K[:1], v=K[:1]),
+    row("varlen_selection", T, "a BlockSelection is of one sequence; pass cu_seqlens_q= to topk_blocks", mask=SELECTION),
+    row("varlen_selection", V, "max_seqlen_q must be the selection's, 64; got 50", max_seqlen_q=50),
+    row("varlen_selection", V, "max_seqlen_k must be the selection's, 64; got 60", max_seqlen_k=60),
+    row("varlen", V, "return_block_lse needs a PackedSelection as mask; got str", return_block_lse=True),
+    row("varlen_selection", V, "leave cu_seqlens_k out", cu_seqlens_k=ENDS.clone()),
+    row("varlen_selection", V, "of 64 tokens in 2 documents on .* got 64 in 1", cu_seqlens_q=ENDS[:2]),
+    row("varlen_selection", V, "picks must be of 1 key heads or 2 query heads", q=P[:, :2], k=PK[:, :1], v=PK[:, :1]),
+    row("varlen_selection", V, "the documents that the selection was made for; got others", cu_seqlens_q=ints(0, 41, 64)),
+    row("attention", T, "selection of packed documents goes to attention_varlen", mask=PACKED),
+    row(of_heads, T, "got BlockSelection; a selection by query goes to attention, or as", masks=[SELECTION]),
+    row("layer", T, "got BlockSelection; a selection by query goes to attention, or as select=", mask=SELECTION),
+    row(sf.explain, V, "a multiple of the 2 heads that pick; got 3; pass all query heads", mask=SELECTION, heads=3),
+    row(sf.draw, V, "one mask; got 4; .* mask.select", mask=SELECTION),
+    # Choosers.
+    row("choose", V, "spec must have a chooser, such as .*; got causal; compile_mask takes patterns", spec="causal"),
+    row("choose", V, "spec must have a chooser", spec=sf.causal() & sf.local(3)),
+    row("choose", T, "spec must be an expression with choosers, a Pattern or its text; got NoneType", spec=None),
+    row("choose", T, "got list; use per_head for an expression of each head", spec=[CHOOSER]),
+    row("choose", T, "got BlockMask", spec=compiled("causal", 64)),
+    row("choose", V, "did you mean 'pooled'", spec="causal & poled(keep=1)"),
+    row("choose", V, r"scored needs the scores; call choose_blocks\(spec, q, k, scores=...\)", spec="causal & scored(keep=1)"),
+    row("choose", V, "scores= needs the chooser scored, which is not in the expression", scores=SCORES),
+    row("choose", V, r"scores must be .* of shape \(2, 4, 1, 1\)", spec="scored(keep=1)", scores=SCORES[:, :2]),
+    row("choose", V, r"got torch.int32 of \(2, 4, 1, 1\)", spec="scored(keep=1)", scores=SCORES.int()),
+    row("choose", V, "got list", spec="scored(keep=1)", scores=[1.0]),
+    row("choose", V, "got list", q=Q[:0], k=K[:0], spec="scored(keep=1)", scores=[1.0]),
+    row("choose", V, "scores must be on cpu, as q is; got meta", spec="scored(keep=1)", scores=SCORES.to("meta")),
+    row("choose", V, "of shape", spec="per_head([scored(keep=1), scored(keep=2), full, full])", scores=SCORES[:, :1]),
+    row("choose", V, r"choosers are joined by \|", spec="pooled(keep=1) & sampled(8, keep=1)"),
+    *(row("choose", V, f"per_head must have an expression for each of q's 4 heads, or one for all; got {n}",
+          spec=sf.per_head([one, *["causal & pooled(keep=1)"] * (n - 1)])) for n in (2, 3, 5) for one in ("causal", CHOOSER)),
+    row("choose", V, "under share_group=True, the 2 query heads that share keys must have one chooser",
+        spec=sf.per_head(["causal", *["causal & pooled(keep=1, share_group=True)"] * 2, "causal"])),
+    row("choose", V, "per_batch takes patterns without choosers", spec=BATCH & "pooled(keep=1)"),
+    row("choose", V, "a report must be of whole sequences; got lengths", kv_lens=ints(9, 20), report=True),
+    row("choose", V, "v serves the report alone, .*; pass report=True", v=K),
+    row("choose", V, "k and v must agree in batch, heads and tokens", v=K[:, :, :60], report=True),
+    row("choose", V, "k and v must agree", v=Q, report=True),
+    row("choose", T, "v must be a tensor", v=[1.0], report=True),
+    row("choose", V, "q must have a sequence to report on; got a batch of 0", q=Q[:0], k=K[:0], report=True),
+    *choosers_without_queries(CHOOSER),
+    *choosers_without_queries(sf.parse(CHOOSER)),
+    # Maps and lists of blocks, dense masks, masks of heads.
+    row("blocks", V, r"bool tensor of shape .* got torch\.float32.*use \.bool\(\)", blocks=ones(2, 2)),
+    row("blocks", V, r"got torch\.bool of shape \(1, 2, 2\)", blocks=bools(2, 2)[None]),
+    row("blocks", T, "blocks must be a bool tensor; got list", blocks=[[True]]),
+    row("blocks", V, "power of two in 16..256", block_size=48),
+    *(row("blocks", V, "2 x 2 blocks, but 300 x 300 tokens in .* are 3 x 3", **{name: 300}) for name in ("q_len", "kv_len")),
+    row("blocks", V, "kv_len must be a positive integer", kv_len=0),
+    row("blocks", V, r"within must have the lengths .*; got \(256, 256, 64\)", within=compiled("causal", 256, block_size=64)),
+    row("blocks", V, r"within is on meta, .* on cpu; use within\.to\('cpu'\)", within=compiled("causal", 256).to("meta")),
+    row("blocks", V, r"must be one mask for all heads; got one with \(1, 4\)", within=of_heads(HEADS.patterns, 256)),
+    *(row(call, V, re.escape(str(shape)), **{name: bools(*shape)}) for shape in ((0, 1, 2, 2), (1, 0, 2, 2), (2, 0), (0, 2))
+      for call, name in (("blocks", "blocks"), (sf.BlockMask.from_dense, "kept"))),
+    row(sf.BlockMask.from_dense, V, "must be a bool tensor of shape", kept=ones(3, 3)),
+    row(sf.BlockMask.from_dense, V, "must be a bool tensor of shape", kept=ones(3, 3, 3, dtype=torch.bool)),
+    row(sf.BlockMask.from_dense, T, "kept must be a bool tensor; got list", kept=[[True]]),
+    row(sf.BlockMask.from_flex, T, "got sparse_flash.masks.block_mask.BlockMask", mask=compiled("causal", 20)),
+    row(sf.BlockMask.from_flex, T, "got sparse_flash.patterns.causal.Causal", mask=sf.causal()),
+    row("blocks_from_lists", T, "kv_indices must be an integer tensor; got list", kv_indices=[[0]]),
+    row("blocks_from_lists", V, "kv_counts must be int32 or int64; got torch.float32", kv_counts=COUNTS.float()),
+    row("blocks_from_lists", V, "kv_counts must be on cpu, as kv_indices is; got one on meta", kv_counts=COUNTS.to("meta")),
+    row("blocks_from_lists", V, r"shape .*3, n\) .* got \(3, 3\) and \(2,\)", kv_counts=COUNTS[:2]),
+    row("blocks_from_lists", V, "kv_indices must have shape", kv_indices=LISTS[0], kv_counts=COUNTS[0]),
+    row("blocks_from_lists", V, "q_len must have 3 blocks of 16 queries, .* got 65", q_len=65),
+    row("blocks_from_lists", V, "power of two in 16..256", block_size=48),
+    row("blocks_from_lists", V, "kv_indices must be blocks of keys, 0 to 1; got 2; pass the kv_len", kv_len=32),
+    row("blocks_from_lists", V, "kv_counts must be 0 to 3, .* got 1 to 4", kv_counts=ints(1, 4, 2)),
+    row("blocks_from_bsr", V, r"crow_indices must have shape \(q_blocks \+ 1,\) or .* \(1, 1, 5\)", col_indices=COL[None, None]),
+    row("blocks_from_bsr", V, "crow_indices must have shape", crow_indices=ints(0)[0]),
+    row("blocks_from_bsr", V, "q_len must be a positive integer", crow_indices=ints(0)),
+    row("blocks_from_bsr", V, "crow_indices must be int32 or int64", crow_indices=CROW.double()),
+    row("blocks_from_bsr", V, "q_len must have 3 blocks of 16 queries, .* got 32", q_len=32),
+    row("blocks_from_bsr", V, "col_indices must be blocks of keys, 0 to 1; got 2", kv_len=32),
+    row("blocks_from_bsr", V, "crow_indices must start with 0, not decrease, and end with at most 4", col_indices=COL[:-1]),
+    row("blocks_from_bsr", V, "must start with 0", crow_indices=CROW + 1),
+    row("blocks_from_bsr", V, "not decrease", crow_indices=ints(0, 3, 2, 5)),
+    row("compile", V, "q_len must be a positive integer number of tokens; got 0", q_len=0),
+    *(row("compile", V, f"q_len must be .*; got {tokens}", q_len=tokens) for tokens in (64.0, True)),
+    row("compile", V, r"at most 2\^31 - 1 tokens; got 99,999,999,999", q_len=99_999_999_999),
+    row("compile", V, r"at most 2\^31 - 1 tokens; got 2,147,483,648", kv_len=2**31),
+    row("compile", V, "kv_len must be a positive integer number of tokens; got -1", kv_len=-1),
+    row("compile", V, r"power of two in 16\.\.256; got 48; try 128", block_size=48),
+    *(row("compile", V, rf"power of two in 16\.\.256; got {size}", block_size=size) for size in (8, 512, 64.0)),
+    row(of_heads, V, "got an empty list", masks=[]),
+    row(of_heads, V, r"mask 0 has \(9, 9, 128\), mask 1 has \(8, 8, 128\)", masks=[compiled("causal", 9), compiled("causal", 8)]),
+    row(of_heads, V, r"one head each; mask 1 has \(1, 2\)", masks=[compiled("causal", 9), of_heads(["causal", "full"], 9)]),
+    row(of_heads, V, "q_len is needed", masks=["causal"]),
+    row(of_heads, T, KINDS + "int", masks=["causal", 3], q_len=256),
+    row(of_heads, T, r"got list; use per_head for a pattern of each head, BlockMask\.per_head for", masks=[["causal"]], q_len=9),
+    row(of_heads, V, "got q_len=8 and a mask of 9; leave q_len out, or compile", masks=["full", compiled("causal", 9)], q_len=8),
+    row(of_heads, V, "got kv_len=256 and a mask of 300", masks=["full", compiled("causal", 256, 300)], q_len=256, kv_len=256),
+    row(of_heads, T, "per_head needs a list of patterns or masks; got str", masks="causal", q_len=32),
+    row(of_heads, T, "got NoneType; use 'full' to keep every pair", masks=[None, "causal"], q_len=32),
+    row(sf.per_head, T, r"must be a list of patterns or spec texts, one for each head; got \[\]", patterns=[]),
+    row(sf.per_head, T, "must be a list of patterns", patterns="causal"),
+    row(sf.per_head, T, r"patterns\[0\] .*; got BlockMask; BlockMask\.per_head takes", patterns=[compiled("causal", 64)]),
+    row(sf.per_head, T, r"patterns\[0\] must be a Pattern of one head", patterns=[HEADS]),
+    row(sf.per_batch, T, r"patterns\[0\] must be a Pattern of one sequence or its spec text; got PerHead", patterns=[HEADS]),
+    row(lambda: HEADS & sf.per_head(["causal", "full"]), V, r"as many heads to combine; got \[2, 4\]"),
+    row(lambda: BATCH & sf.per_batch(["causal", "full"]), V, r"as many sequences to combine; got \[2, 4\]"),
+    row(lambda: HEADS & BATCH, V, "per_head and per_batch do not combine"),
+    row(lambda: HEADS.token_rule(0, 0), V, "has several token rules"),
+    row(sf.explain, V, "must be that of one head or sequence; got 2 different ones", mask=BATCH),
+    row(sf.draw, V, r"shows one mask; got 2; draw them one by one, as mask.select\(head, batch\)", mask=compiled(BATCH, 70)),
+    row(lambda: sf.bench(BATCH, q_len=64), V, "the benchmark's mask must be that of all sequences"),
+    # The layer.
+    row("layer", V, "heads must divide dim", dim=50),
+    row("layer", V, "kv_heads must divide heads; got 3 and 4", kv_heads=3),
+    row("layer", V, "kv_heads must be an integer of at least 1; got 0", kv_heads=0),
+    row("layer", V, "even head_dim", head_dim=5),
+    row("layer", V, r"head_dim must be an integer of at least 1; got 8\.0", head_dim=8.0),
+    *(row("layer", V, f"positive, finite base; got 12 and {base!r}; rotary", rotary_base=base) for base in (-1, NAN, True, "1")),
+    row("layer", V, "select takes no dropout; got dropout_p=0.1", dropout_p=0.1, select=len),
+    row("layer", V, "select takes the place of mask; leave mask out", mask="causal & local(20)", select=len),
+    row("layer", T, r"select must be a dict of topk_blocks' arguments, or a function .* got int", select=16),
+    row("layer", T, "select takes keep, every, block_size, always, share_group, score; got blocks, within; pass a",
+        select={"keep": 3, "blocks": 16, "within": None}),
+    row("layer", T, r"select needs keep, .* got none; pass select=\{'keep': 16\}", select={"block_size": 16}),
+    row("layer", T, "keep of a selection must be an int, how many blocks; got 0.5", select={"keep": 0.5}),
+    row("layer", V, "block_size of a selection must be one of 16, .* got 24", select={"keep": 3, "block_size": 24}),
+    row("layer", V, "did you mean 'sinks'", select={"keep": 3, "always": "sink(4)"}),
+    row("layer", T, KINDS + "int", select={"keep": 3, "always": 4}),
+    row("layer_call", T, "must return a BlockSelection; got BlockMask; pass every=1", select=lambda q, k: sf.topk_blocks(q, k, 3)),
+    row("layer_call", V, "mask must be None for a layer with a select; got a str; leave it out", select={"keep": 1}, under="full"),
+    row("layer_call", T, "cache must be a KeyValueCache; got bool; layer.new_cache makes one", cache=True),
+    # flash-attn's calls.
+    row("flash_attn_call", V, "S_dmask", dropout_p=0.1, return_attn_probs=True),
+    row("flash_attn_call", V, "compile it from a pattern that says these, such as", causal=True, mask=compiled("local(3)", 64)),
+    row("flash_packed_softcap", V, "pattern of distances", mask="sinks(4)"),
+    row("flash_cache", V, "pattern of distances", cache_leftpad=ints(0, 8), mask="sinks(4)"),
+    *(row("flash_attn_call flash_cache", V, r"window_size must be \(left, right\), .*; got ", window_size=window)
+      for window in (3, (3,), (1, 2, 3), "3", None)),
+    row(CAPPED, V, "cache_seqlens must be 0 to 15, .*; got -1 to -1", cache_seqlens=-1),
+    row(CAPPED, V, "cache_seqlens must be 0 to 15, .*; got -2 to 3", cache_seqlens=ints(3, -2)),
+    row(CAPPED, V, "cache_seqlens must be 0 to 15, for 1 new tokens in a capacity of 16; got 16 to 16", cache_seqlens=16),
+    row(CAPPED, V, r"cache_seqlens must .* \(batch=2\); got \(1,\)", cache_seqlens=ints(3)),
+    row(CAPPED, V, r"cache_batch_idx must .* \(batch=2\); got \(2, 1\)", cache_batch_idx=ints([0], [1])),
+    row(CAPPED, V, r"cache_leftpad must .* \(batch=2\); got \(1,\)", cache_leftpad=ints(1)),
+    row(CAPPED, V, r"block_table must .* \(batch=2, pages_of_one\); got \(2,\)", block_table=ints(0, 1)),
+    row(CAPPED, V, r"block_table must .* \(batch=2, pages_of_one\); got \(1, 2\)", block_table=ints([0, 1])),
+    row(CAPPED, V, r"k_cache must .* \(batch=3, capacity, kv_heads, head_dim=16\); got \(2, 16, 2, 16\)", q=zeros(3, 1, 4, 16)),
+    row(CAPPED, V, r"k_cache must .* head_dim=24\); got \(2, 16, 2, 16\)", q=zeros(2, 1, 4, 24)),
+    row(CAPPED, V, r"v_cache must .* \(batch=2, capacity=16, .*; got \(2, 9, 2, 16\)", v_cache=zeros(2, 9, 2, 16)),
+    *(row(CAPPED, V, "k, v and cache_seqlens go together", **{name: None}) for name in ("k", "cache_seqlens")),
+    row(CAPPED, V, r"v must .* \(batch=2, seqlen_new=1, kv_heads=2, v_head_dim=16\); got \(2, 4, 2, 16\)", v=ones(2, 4, 2, 16)),
+    row(CAPPED, V, "v must .* v_head_dim=16", v=ones(2, 1, 2, 15)),
+    row(CAPPED, V, "rotate q and k before", rotary_cos=ones(8, 4), rotary_sin=ones(8, 4)),
+    row(CAPPED, V, "pass one of them", cache_batch_idx=ints(0, 0), block_table=ints([0], [0])),
+    row(CAPPED, V, "torch.no_grad", q=learned(F[:, :1])),
+    row(PACKS, V, "7 tokens, more than max_seqlen_q=6", max_seqlen_q=6, max_seqlen_k=6),
+    row(PACKS, V, "10 tokens, more than max_seqlen_k=9", cu_seqlens_k=ints(0, 2, 12), max_seqlen_q=9, max_seqlen_k=9),
+    row(PACKS, V, "cu_seqlens_q must start with 0", cu_seqlens_q=ints(1, 5, 12)),
+    row(PACKS, V, "cu_seqlens_k must start with 0, not decrease, and end with at most the 12 tokens", cu_seqlens_k=ints(0, 5, 20)),
+    row(PACKS, V, "cu_seqlens_q must .*not decrease", cu_seqlens_q=ints(0, 9, 5, 12), cu_seqlens_k=ints(0, 5, 9, 12)),
+    row(PACKS, V, r"cu_seqlens_k must .* .sequences.1=3.; got .4,.", cu_seqlens_k=ints(0, 3, 5, 12)),
+    row(PACKS, V, "cu_seqlens_q must be int32 or int64", cu_seqlens_q=torch.tensor([0.0, 5, 12])),
+    row("flash_pages", V, "9 tokens, more than max_seqlen_k=8", cu_seqlens_k=ints(0, 9, 10), max_seqlen_k=24),
+    row("flash_pages", V, "7 tokens, more than max_seqlen_k=4", cu_seqlens_k=ints(0, 7, 10), max_seqlen_k=4),
+    row("flash_pages", V, "cu_seqlens_k must .*not decrease", cu_seqlens_k=ints(0, 5, 3)),
+    row("flash_pages", V, "cu_seqlens_k must .*; got .4,.", cu_seqlens_k=ints(0, 5, 9, 12)),
+    # block-sparse-attn's call.
+    row("block_sparse_call", V, "exact_streaming needs is_causal=True and no .*; got False and 1 heads", exact_streaming=True),
+    row("block_sparse_call", V, "S_dmask", p_dropout=0.1, return_attn_probs=True),
+    row("block_sparse_call", V, "streaming_info must be given", streaming_info=None),
+    row("block_sparse_call", V, r"streaming_info must be a tensor of shape \(4\); got \(1, 4\)", streaming_info=ints([1] * 4)),
+    row("block_sparse_call", V, "streaming_info must not be negative .* got .* .-1, 1.", streaming_info=ints(1, 1, -1, 1)),
+    row("block_sparse_call", V, r"head_mask_type must be a tensor of shape \(2\); got list", head_mask_type=[1, -1]),
+    row("block_sparse_call", V, "head_mask_type must be at most 1", head_mask_type=ints(1, 2)),
+    row("block_sparse_call", V, "base_blockmask must be given", base_blockmask=None),
+    row("block_sparse_call", V, r"a tensor of shape \(1, 1, 2, 2\); got \(1, 2, 2, 2\)", base_blockmask=ones(1, 2, 2, 2)),
+    row("block_sparse_call", V, "a document of q has 200 tokens, more than max_seqlen_q=150", max_seqlen_q_=150, max_seqlen_k_=150),
+    row("block_sparse_call", V, r"cu_seqlens_k must .*\(documents\+1=2\); got \(3,\)", cu_seqlens_k=ints(0, 100, 200)),
+    row("block_sparse_call", V, "cu_seqlens_q must start with 0", cu_seqlens_q=ints(0, 201)),
+    # PyTorch's call.
+    row("pytorch_call", V, "must be bool", attn_mask=zeros(64, 64)),
+    row("pytorch_call", V, "both given", attn_mask=bools(64, 64), is_causal=True),
+    row("pytorch_call", V, "attn_mask='causal' aligns", query=Q[:, :, :30], is_causal=True),
+    *(row("pytorch_call", V, r"must broadcast to .* \(2, 4, 64, 64\); got " + re.escape(str(shape)), attn_mask=bools(*shape))
+      for shape in ((3, 64, 64), (64, 63), (63,), (1, 2, 4, 64, 64))),
+    *(row("pytorch_call", V, "must broadcast to", query=q, key=k, value=k, attn_mask=bools(len(q), 1, q.shape[2], k.shape[2] + 2))
+      for q, k in ((Q[:0], Q[:0]), (Q[:, :, :0], Q), (Q, Q[:, :, :0]))),
+    row("pytorch_call", V, "causal_upper_left counts .*'causal' aligns", query=Q[:, :, :30], attn_mask=causal_upper_left(30, 64)),
+    row("pytorch_call", V, "64 queries and 64 keys; got a causal bias of 30 and 64", attn_mask=causal_lower_right(30, 64)),
+    row("pytorch_call", T, "plain bool tensor.*got a Tensor of layout torch.sparse", attn_mask=bools(64, 64).to_sparse()),
+    row("pytorch_call", T, "got a nested tensor; make it dense", attn_mask=torch.nested.nested_tensor([bools(9, 9), bools(8, 8)])),
+    row("pytorch_call", T, "got a MaskedTensor", attn_mask=torch.masked.masked_tensor(bools(9, 9), bools(9, 9))),
+    # Transformers.
+    row("model", T, "must be a loaded model; got str", model="llama"),
+    row("model", T, "model must be a PreTrainedModel, or hold one.*got Linear, which holds none", model=torch.nn.Linear(2, 2)),
+    row("model", V, r"layers \[7\]", mask={7: "causal"}),
+    row("model", V, r"mask must name layers of the model, 0 to 1; got layers \[True\]", mask={True: "causal"}),
+    row("model", T, "mask must be one for all layers; got a list of 0", mask=[]),
+    row("model", T, r"got a list of 2.*per_layer=\[.*per_head", mask=["causal", "causal & local(9)"]),
+    row("model", T, r"got a tuple of 4.*per_layer=\[.*per_head", mask=("causal",) * 4),
+    row("model", V, "mask and per_layer were both given", mask="causal", per_layer=["causal", "causal"]),
+    row("model", V, "2 masks.*got 1", per_layer=["causal"]),
+    row("model", T, "per_layer must be a list.*got str", per_layer="causal"),
+    row("model", T, "got list; .*per_head", per_layer=["causal", ["causal"] * 4]),
+    row("model", V, "the mask of layer 1 must be of its 4 heads.*got one of 3", mask={1: sf.per_head(["causal"] * 3)}),
+    row("model", V, "the mask of layer 0 must be of its 4 heads.*got one of 3", mask=of_heads(["causal"] * 3, 150)),
+    row("model", T, "a mask must be a Pattern.*got int", mask={0: 3}),
+    *(row("model", V, "bidirectional=True.*'full'", mask=mask, bidirectional=True) for mask in (None, "causal & local(4)")),
+    row("model", V, "dense_below must be a number of tokens, 0 or more; got '4k'", mask="causal & local(9)", dense_below="4k"),
+    row("model", V, "dense_below must be a number of tokens, 0 or more; got -1", mask=CHOOSER, dense_below=-1),
+    row("model", V, "dense_last must be a number of tokens, 0 or more; got True", mask=CHOOSER, dense_last=True),
+    row("model", V, r"dense_layers must name layers of the model, 0 to 1; got \[2\]", mask="causal & local(9)", dense_layers=[2]),
+    row("model", V, r"dense_layers must name layers .*; got \[True\]", mask=CHOOSER, dense_layers=[True]),
+    row("model", V, r"must stand before choosers: .*; write causal & \(sampled\(8, keep=2\)", mask="causal | sampled(8, keep=2)"),
+    row("model", V, "must be within causal and say so", mask="sampled(8, keep=2)"),
+    row("model", V, "must choose by itself, as no model passes scores", mask="causal & scored(keep=2)"),
+    row("model", V, r"choosers are joined by \|", mask="causal & sampled(8, keep=2) & pooled(keep=1)"),
+    row("model", V, "must be of its 4 heads", mask="per_head([causal & pooled(keep=1), causal & pooled(keep=2), causal])"),
+    row("model_call", V, "adds numbers other than 0 and -inf", attention_mask=ones(2, 1, 150, 150)),
+    row("model_call", V, "must be bool.*got torch.int64", attention_mask=ones(2, 1, 150, 150).long()),
+    row("model_call", V, r"shape \(2, 1, 150, 149\) for 150 queries and 150 keys", attention_mask=bools(2, 1, 150, 149)),
+    row("model_call", V, r"must be of all 150 tokens so far.*got shape \(2, 149\)", attention_mask=ones(2, 149), use_cache=True),
+    row("model_call", V, "cu_seq_lens_k must be equal to cu_seq_lens_q", cu_seq_lens_q=ints(0, 300), cu_seq_lens_k=ints(0, 200)),
+    row("model_call", V, "cannot be joined with it; pass a", mask=compiled("causal", 150), position_ids=zeros(1, 150).int()),
+    row("model_call", V, "output_attentions", output_attentions=True),
+)  # fmt: skip
+ROWS = list(chain(*TABLES))
+WITHOUT_TOKENS = {"attention", "attention_choose", "choose", "decode", "topk", "topk_by_query", "layer_call", "flash_attn_call"}
+NUMBERS = {"scale", "dropout_p", "softcap", "deterministic", "backend", "keep", "every", "block_size", "within", "always"}
+
+
+def parametrize(rows):
+    ids = [f"{getattr(call, '__name__', call)}-{'-'.join(change)}" for call, change, *_ in rows]
+    return pytest.mark.parametrize("call, change, error, message", rows, ids=ids)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "fp8"])  # which needs a GPU
+def test_plain_calls_run(name):
+    call, plain = CALLS[name]
+    call(**copy.deepcopy(plain))
+
+
+@parametrize(ROWS)
+def test_bad_input_is_one_clear_error_and_changes_nothing(call, change, error, message):
+    call, plain = CALLS[call] if isinstance(call, str) else (call, {})
+    arguments = plain | change
+    versions = [t._version for t in arguments.values() if type(t) is torch.Tensor]
+    with pytest.raises(error, match=message):
+        call(**arguments)
+    assert versions == [t._version for t in arguments.values() if type(t) is torch.Tensor]
+
+
+@parametrize([row for row in ROWS if row[0] in WITHOUT_TOKENS and (set(row[1]) <= NUMBERS or row[3].startswith((TYPO, KINDS)))])
+def test_what_is_wrong_beside_tokens_is_wrong_beside_none(call, change, error, message):
+    call, plain = CALLS[call]
+    with pytest.raises(error, match=message):
+        call(**{name: value[:0] if isinstance(value, torch.Tensor) else value for name, value in plain.items()} | change)
+
+
+def test_every_entry_point_has_rows():
+    assert set(CALLS) == {call for call, *_ in ROWS if isinstance(call, str)}
+    assert [entry for entry in ENTRIES if not entry.startswith(tuple(CALLS))] == []
