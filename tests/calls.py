@@ -239,7 +239,7 @@ def selection_by_query(sizes: Sizes) -> Call:
     return Call((q, k, v), run, lambda *t: dense_attention(*t, kept))
 
 
-def masses_of_picks(sizes: Sizes) -> Call:
+def selection_masses(sizes: Sizes) -> Call:
     """Attention over picked blocks, and the log-sum of the scores in each."""
     picks = drawn_picks((sizes.batch, sizes.kv_heads, sizes.q_len, 2), 1, 16, sizes.q_len, sizes.kv_len, sizes.seed)
     group = sizes.heads // sizes.kv_heads
@@ -410,7 +410,7 @@ ENTRIES: dict[str, Callable[[Sizes], Call]] = {
         topk,
         selection,
         selection_by_query,
-        masses_of_picks,
+        selection_masses,
         decode_selection,
         choose,
         blocks,

@@ -24,7 +24,7 @@ LACKS = (
     ("autocast", "decode decode_in_pages decode_in_eight_bits decode_selection", "it takes tensors as they are"),
     (
         "no-q_len no-kv_len",
-        "attention_under_a_table selection selection_by_query masses_of_picks decode_selection blocks topk",
+        "attention_under_a_table selection selection_by_query selection_masses decode_selection blocks topk",
         "tables and picks are of one token at least",
     ),
     ("no-kv_len", "choose decode_in_pages", "there is nothing to choose or no page"),
