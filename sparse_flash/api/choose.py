@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
 from ..choosers.choose import chosen_mask
-from ..choosers.report import ChoiceReport, report_of
-from ..masks.block_mask import BlockMask
+from ..choosers.report import report_of
 from ..masks.cache import to_traceable
 from ..masks.chooser import has_choosers
 from ..masks.fit import check_known_end
@@ -16,40 +15,6 @@ from ..masks.pattern import Pattern
 from ..variant.variant import build_variant
 from .arguments import cast_for_autocast, check_tensors, check_types, resolve_scale
 from .keywords import answers_unknown_keywords, chooser_keyword_error
-
-
-@overload
-def choose_blocks(
-    spec: Pattern | str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    scale: float | None = None,
-    kv_lens: torch.Tensor | None = None,
-    q_lens: torch.Tensor | None = None,
-    kv_starts: torch.Tensor | None = None,
-    q_starts: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    report: Literal[False] = False,
-    v: None = None,
-) -> BlockMask: ...
-
-
-@overload
-def choose_blocks(
-    spec: Pattern | str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    scale: float | None = None,
-    kv_lens: torch.Tensor | None = None,
-    q_lens: torch.Tensor | None = None,
-    kv_starts: torch.Tensor | None = None,
-    q_starts: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    report: Literal[True],
-    v: torch.Tensor | None = None,
-) -> tuple[BlockMask, ChoiceReport]: ...
 
 
 @answers_unknown_keywords(chooser_keyword_error)
@@ -66,7 +31,7 @@ def choose_blocks(
     scores: torch.Tensor | None = None,
     report: bool = False,
     v: torch.Tensor | None = None,
-) -> BlockMask | tuple[BlockMask, ChoiceReport]:
+) -> Any:  # a BlockMask, or (BlockMask, ChoiceReport)
     """The mask that an expression with choosers keeps for these queries and keys, head by head.
 
         mask = sf.choose_blocks("causal & (sampled(8, floor=0.01) | sinks(64) | local(256))", q, k)
