@@ -13,7 +13,7 @@ from ..masks.chooser import has_choosers
 from ..masks.fit import check_known_end
 from ..masks.pattern import Pattern
 from ..variant.variant import build_variant
-from .arguments import cast_for_autocast, check_tensors, check_types, resolve_scale
+from .arguments import cast_for_autocast, check_tensors, check_types, resolve_scale, stand_in_for_empty_batch
 from .keywords import answers_unknown_keywords, chooser_keyword_error
 
 
@@ -85,13 +85,14 @@ def choose_blocks(
     given: dict[str, Any] = {"kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts, "q_starts": q_starts}
     if report and not all(one is None for one in given.values()):
         raise ValueError("a report must be of whole sequences; got lengths; leave report out, or report on each sequence alone")
-    if q.shape[:1] == k.shape[:1] == (0,):  # no sequence: a mask of batch 1 fits that, and tables hold one at least
-        q, k = (x.new_zeros(1, *x.shape[1:]) for x in (q, k))
-        given = dict.fromkeys(given)
+    tensors = stand_in_for_empty_batch(q, k, value if report else k)
+    check_tensors(*tensors)
+    lengths = build_variant(q, k, **given)
+    if q.shape[0] == 0:  # no sequence: a mask of batch 1 fits that, and tables hold one at least
+        q, k, lengths = *tensors[:2], None
         scores = scores.new_zeros(1, *scores.shape[1:]) if isinstance(scores, torch.Tensor) else scores
-    check_tensors(q, k, value if report else k)
     scale = resolve_scale(scale, q.shape[3])
     if not (kv_lens is q_lens is None):
         check_known_end(spec)
-    mask = chosen_mask(spec, q, k, scale, scores, build_variant(q, k, **given))
+    mask = chosen_mask(spec, q, k, scale, scores, lengths)
     return (mask, report_of(spec, mask, q, k, None if v is None else value, scale)) if report else mask

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
+from ..masks.chooser import check_keep
 from ..selection.block_selection import BlockSelection, check_every, check_selection_block
 from ..selection.choice import COMPRESSED, SCORES
 from ..variant.variant import check_counts
@@ -40,17 +40,6 @@ def check_choice(keep: object, every: object, block_size: object, score: str) ->
         names = ", ".join(map(repr, (*SCORES, COMPRESSED)))
         raise ValueError(f"score must be one of {names}; got {score!r}; pass scores= for others")
     return keep, every, block_size
-
-
-def check_keep(keep: object) -> int | float:
-    """``keep`` of ``topk_blocks``. Raises TypeError or ValueError for what is neither a number of blocks nor a share."""
-    if isinstance(keep, bool) or not isinstance(keep, (int, np.integer, float)):
-        raise TypeError(f"keep must be an int, blocks a row, or a float, a share of them; got {type(keep).__name__}")
-    if isinstance(keep, float) and not 0 < keep <= 1:
-        raise ValueError(f"keep as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
-    if not isinstance(keep, float) and keep < 1:
-        raise ValueError(f"keep must be at least one block a row; got {keep}")
-    return keep if isinstance(keep, float) else int(keep)
 
 
 def check_compression(

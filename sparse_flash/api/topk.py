@@ -11,12 +11,13 @@ import torch
 from ..backends.torch import block_means, without_autocast
 from ..choosers.choose import mask_by_scores
 from ..masks.block_mask import BlockMask
+from ..masks.chooser import check_keep
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
 from ..selection.choice import COMPRESSED
 from .arguments import check_tensors, stand_in_for_empty_batch
 from .call import DEFAULT_BLOCK_SIZE
-from .selection_arguments import check_choice, check_keep
+from .selection_arguments import check_choice
 from .topk_selections import (
     QueryChoice,
     check_q_and_k,
