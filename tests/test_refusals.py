@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sparse_flash as sf
 from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
+from sparse_flash.masks.spec import write_call
 from sparse_flash.parallel import planning
 
 T, V, NAN = TypeError, ValueError, float("nan")
@@ -81,6 +82,7 @@ PACKED = sf.topk_blocks(P, PK, 2, block_size=16, cu_seqlens_q=ENDS)
 # Kept blocks as lists and as compressed rows.
 LISTS, COUNTS, CROW, COL = ints([0, 1, 2], [1, 0, 2], [0, 2, 1]), ints(2, 1, 2), ints(0, 2, 3, 5), ints(0, 1, 1, 0, 2)
 
+VIDEO = sf.VideoLayout(3, 5, 7, (2, 4, 4), prefix=6, suffix=3)
 FLASH_LENGTHS = {"cu_seqlens_q": ints(0, 5, 12), "cu_seqlens_k": ints(0, 5, 12), "max_seqlen_q": 12, "max_seqlen_k": 12}
 FLASH_PACKED = {"q": P[:12], "k": PK[:12], "v": PK[:12], **FLASH_LENGTHS}
 PAGES_LENGTHS = {"cu_seqlens_q": ints(0, 1, 2), "cu_seqlens_k": ints(0, 8, 10), "max_seqlen_q": 1, "max_seqlen_k": 8}
@@ -545,6 +547,45 @@ TABLES = (
     row(sf.explain, V, "must be that of one head or sequence; got 2 different ones", mask=BATCH),
     row(sf.draw, V, r"shows one mask; got 2; draw them one by one, as mask.select\(head, batch\)", mask=compiled(BATCH, 70)),
     row(lambda: sf.bench(BATCH, q_len=64), V, "the benchmark's mask must be that of all sequences"),
+    # Patterns, their text and their functions.
+    *(row(use, T, r"combine patterns with & \| ~ instead of and, or, not", p=pattern)
+      for use in (lambda p: bool(p), lambda p: p and p, lambda p: not p, lambda p: p or p) for pattern in (HEADS, ~sf.causal())),
+    *(row(combine, T, "unsupported operand") for combine in (
+        lambda: sf.causal() & ("local(3)",), lambda: sf.causal() | 3, lambda: None & sf.causal())),
+    *(row(combine, T, "causal is a class of patterns; call it for a pattern") for combine in (
+        lambda: HEADS & sf.causal, lambda: sf.causal & sf.local(3), lambda: sf.local(3) | sf.causal)),
+    *(row(combine, T, r"combine patterns with & \| ~ and compile the result.*from_dense", m=compiled("causal", 64)) for combine in (
+        lambda m: m & m, lambda m: m | m, lambda m: ~m, lambda m: sf.causal() & m, lambda m: m | "causal")),
+    row(sf.parse, T, "must be a string; got int", text=3),
+    *(row(sf.parse, V, r"topk_blocks is no pattern: .* mask=topk_blocks\(q, k, keep=\.\.\.\)", text=text)
+      for text in ("topk_blocks", "causal & topk_blocks(keep=4)")),
+    row(write_call, V, "a set has no spec text", name="local", positional=[{1}], keyword={}),
+    row(sf.from_mask_fn, T, "must be a function", fn=3),
+    row(sf.from_mask_fn, T, r"of \(q, kv\); got one of \(b, h, q, kv\).*from_mask_mod takes", fn=lambda b, h, q, kv: q >= kv),
+    row("compile", T, "must return booleans; got int64", pattern=sf.from_mask_fn(lambda q, kv: q - kv)),
+    row("compile", V, "must broadcast to", pattern=sf.from_mask_fn(lambda q, kv: (q > kv)[..., :3])),
+    *(row(sf.BlockMask.from_mask_mod, error, said, mask_mod=rule, batch=None, heads=None, q_len=64) for rule, error, said in (
+        ("causal", T, "must be a function"),
+        (lambda b, h, q, kv: q >= kv if q > 3 else q == kv, V, r"<lambda> raised: .*torch.where"),
+        (lambda b, h, q, kv: q - kv, T, "must return a bool tensor; <lambda> returned torch.int64"),
+        (lambda b, h, q, kv: True, T, "returned bool"),
+        (lambda q, kv: q >= kv, T, r"a function of \(b, h, q_idx, kv_idx\); got one of \(q, kv\).*from_mask_fn"))),
+    row(sf.BlockMask.from_mask_mod, V, "heads must be a positive", mask_mod=lambda b, h, q, kv: q > 0, batch=1, heads=0, q_len=9),
+    row(compiled("causal", 300).in_blocks_of, V, "block_size must be a multiple of the mask's 128; got 64", block_size=64),
+    row(compiled("causal", 300).in_blocks_of, V, r"must be a power of two in 16..256; got '256'", block_size="256"),
+    row("compile", V, r"local\(5\) must start within the sequence; the .* 37 tokens, the pattern starts at 40; shift it by",
+        pattern="shifted(local(5), 40)", q_len=37),
+    row("compile", V, r"^last_tokens\(5\) \| global.{20,40}\.\.\. must say what each query keeps", q_len=100,
+        pattern="last_tokens(5) | global_tokens(10) | shifted(neighborhood((8, 8), 3), 10)"),
+    # Videos in tile order.
+    *(row(reorder, IndexError, f"dim must be a dimension of x, which has 2; got dim={dim} and x of shape", x=zeros(1, n), dim=dim)
+      for reorder, n in ((VIDEO.to_tiles, 114), (VIDEO.to_raster, VIDEO.length)) for dim in (2, -3, 9)),
+    row(VIDEO.to_tiles, T, r"x must be a torch\.Tensor; got ndarray; pass torch.as_tensor", x=np.zeros((1, 114)), dim=1),
+    row(VIDEO.to_tiles, V, r"114 tokens in dimension 1 before .* tile order.*got shape \(2, 192\)", x=zeros(2, 192), dim=1),
+    row(VIDEO.to_raster, V, rf"x must have {VIDEO.length} tokens in dimension 0 in tile order", x=zeros(114), dim=0),
+    row("compile", V, rf"in tile order, with {VIDEO.length} tokens; got 114.*pass layout.to_tiles", pattern=VIDEO, q_len=114),
+    row(sf.radial, T, r"radial: layout must be a VideoLayout or its text; got Causal", layout="causal"),
+    row(sf.radial, T, "keep_beside must be True or False; got 1", layout=VIDEO, keep_beside=1),
     # The layer.
     row("layer", V, "heads must divide dim", dim=50),
     row("layer", V, "kv_heads must divide heads; got 3 and 4", kv_heads=3),

@@ -427,13 +427,6 @@ def test_the_larger_blocks_of_a_mask_by_batch_and_head_are_by_batch_and_head():
     assert mask.coarse.mask_index.shape == (2, 3) and torch.equal(mask.coarse.to_dense(), kept)
 
 
-def test_blocks_that_do_not_divide_the_larger_ones_are_one_clear_error():
-    with pytest.raises(ValueError, match="block_size must be a multiple of the mask's 128; got 64"):
-        sf.compile_mask("causal", 300).in_blocks_of(64)
-    with pytest.raises(ValueError, match=r"block_size must be a power of two in 16..256; got '256'"):
-        sf.compile_mask("causal", 300).in_blocks_of("256")
-
-
 def test_columns_in_parts_are_listed_whole_too():
     with heavy_rows_split():
         mask = sf.BlockMask.per_head(["causal & (local(200) | sinks(4))", "causal & dilated(9, 3, block=1)"], q_len=900, kv_len=800)
@@ -443,14 +436,6 @@ def test_columns_in_parts_are_listed_whole_too():
         for row, item in zip(order, items, strict=True):
             begin, end = table.row_ptr[number, row : row + 2].tolist()
             assert item == [row, begin, *table.row_split[number, row].tolist(), end, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    "combine", [lambda m: m & m, lambda m: m | m, lambda m: ~m, lambda m: sf.causal() & m, lambda m: m | "causal"], ids=range(5)
-)
-def test_compiled_masks_do_not_combine_and_say_what_does(combine):
-    with pytest.raises(TypeError, match=r"combine patterns with & \| ~ and compile the result.*from_dense"):
-        combine(sf.compile_mask("causal", 64))
 
 
 @pytest.mark.parametrize("given", ["q_len", "kv_len"])

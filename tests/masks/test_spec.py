@@ -168,13 +168,6 @@ def test_spec_text_is_never_run_as_code(text):
         sf.parse(text)
 
 
-def test_text_must_be_a_string_and_values_must_have_a_notation():
-    with pytest.raises(TypeError, match="must be a string; got int"):
-        sf.parse(3)
-    with pytest.raises(ValueError, match="a set has no spec text"):
-        write_call("local", [{1}], {})
-
-
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3).map(tuple),
@@ -194,19 +187,6 @@ def test_unknown_name_near_to_none_lists_all_names():
     with pytest.raises(ValueError) as error:
         sf.parse("xyzzy")
     assert all(name in str(error.value) for name in sf.list_patterns())
-
-
-@pytest.mark.parametrize("use", [bool, lambda p: p and p, lambda p: not p, lambda p: p or p])
-def test_truth_value_of_a_pattern_is_refused_with_the_operators_to_use(use):
-    for pattern in (sf.causal(), sf.causal() & sf.local(2), ~sf.causal()):
-        with pytest.raises(TypeError, match=r"combine patterns with & \| ~ instead of and, or, not"):
-            use(pattern)
-
-
-@pytest.mark.parametrize("combine", [lambda p: p & ("local(3)",), lambda p: p | 3, lambda p: None & p])
-def test_patterns_combine_with_patterns_and_their_text_alone(combine):
-    with pytest.raises(TypeError, match="unsupported operand"):
-        combine(sf.causal())
 
 
 def define_ring():
@@ -416,9 +396,3 @@ def test_broken_plug_in_is_named_and_does_not_take_the_others_away(installed):
     assert any("'ordered'" in m and "must decorate a subclass of sparse_flash.Pattern" in m for m in messages)
     assert any("'local'" in m and "already registered by sparse_flash.patterns.local.Local" in m for m in messages)
     assert "offered" in names and "broken" not in names and sf.parse("local(3)") == sf.local(3)
-
-
-@pytest.mark.parametrize("text", ["topk_blocks", "causal & topk_blocks(keep=4)"])
-def test_a_call_that_is_no_pattern_says_what_to_do_with_it(text):
-    with pytest.raises(SpecError, match=r"topk_blocks is no pattern: .* mask=topk_blocks\(q, k, keep=\.\.\.\)"):
-        sf.parse(text)

@@ -109,16 +109,6 @@ def test_proposed_tile_has_the_least_padding_of_tiles_that_are_nearly_square(gri
             assert layout.tiled <= sf.VideoLayout(*grid, tile).tiled
 
 
-@pytest.mark.parametrize("to", ["to_tiles", "to_raster"])
-def test_what_is_no_tensor_and_dimensions_that_it_has_not_are_refused(to):
-    reorder, tokens = getattr(RAGGED, to), {"to_tiles": RAGGED.tokens, "to_raster": RAGGED.length}[to]
-    for dim in (2, -3, 9):
-        with pytest.raises(IndexError, match=rf"dim must be a dimension of x, which has 2; got dim={dim} and x of shape"):
-            reorder(torch.zeros(1, tokens), dim)
-    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor; got ndarray; pass torch.as_tensor"):
-        reorder(np.zeros((1, tokens)), 1)
-
-
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
 def test_expressions_over_a_layout_are_made_in_compiled_code_without_padding():
     def attend(q):
@@ -127,15 +117,6 @@ def test_expressions_over_a_layout_are_made_in_compiled_code_without_padding():
     q = torch.randn(1, 2, RAGGED.length, 16)
     want = sf.attention(q, q, q, RAGGED & (sf.tile_window(RAGGED, 1) | sf.local(30)))
     torch.testing.assert_close(torch.compile(attend, backend="aot_eager", fullgraph=True)(q), want)
-
-
-def test_tensors_of_other_lengths_are_refused_and_masks_say_that_tile_order_is_meant():
-    with pytest.raises(ValueError, match=r"x must have 114 tokens in dimension 1 before .* tile order.*got shape \(2, 192\)"):
-        RAGGED.to_tiles(torch.zeros(2, 192), 1)
-    with pytest.raises(ValueError, match=rf"x must have {RAGGED.length} tokens in dimension 0 in tile order"):
-        RAGGED.to_raster(torch.zeros(114), 0)
-    with pytest.raises(ValueError, match=rf"must be in tile order, with {RAGGED.length} tokens; got 114.*pass layout.to_tiles"):
-        sf.compile_mask(RAGGED, 114)
 
 
 @pytest.mark.parametrize("spec", ["neighborhood((4, 8, 8), 3)", "neighborhood((4, 8, 8), 3) | last_tokens(77)"])
