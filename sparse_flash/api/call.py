@@ -81,7 +81,9 @@ def build_call(
     if isinstance(mask, (Pattern, str)):
         spec = to_traceable(mask) if torch.compiler.is_compiling() else mask
     elif not (mask is None or isinstance(mask, (BlockMask, ChosenBlocks))):
-        mask = _read_foreign_mask(mask)
+        if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
+            raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
+        mask = convert_foreign_mask(mask)
 
     chooses = spec is not None and has_choosers(spec)  # raises SpecError for text that cannot be read
     is_empty = 0 in q.shape or 0 in k.shape
@@ -162,13 +164,6 @@ def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torc
     # Not through as_block_mask, which torch.compile would trace into its dispatch.
     text = text_of(pattern)
     return compile_cached(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text
-
-
-def _read_foreign_mask(mask: object) -> BlockMask:
-    """Reads a mask of another library as a BlockMask, once. Raises TypeError for anything else."""
-    if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
-        raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
-    return convert_foreign_mask(mask)
 
 
 def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:
