@@ -27,6 +27,7 @@ from .arguments import (
     cast_for_autocast,
     check_mask,
     check_precision,
+    check_selection,
     check_sinks,
     check_tensors,
     check_types,
@@ -34,7 +35,6 @@ from .arguments import (
     resolve_scale,
     stand_in_for_empty_batch,
 )
-from .selection_arguments import check_selection
 from .shared import SharedSequence
 
 # Called with the mask, q and k of each call outside of graphs, while a model's masks are recorded. A mask is what ``attention``

@@ -21,11 +21,10 @@ from ..masks.pattern import Pattern
 from ..patterns import causal, full, local
 from ..selection.block_selection import BlockSelection
 from ..selection.decode import decode, supports
-from .arguments import autocast_applies, check_types, resolve_scale
+from .arguments import autocast_applies, check_selected_heads, check_types, resolve_scale
 from .call import DEFAULT_BLOCK_SIZE, observers
 from .decoding_arguments import MAX_QUERIES, check_cache_lengths, check_cache_scales, check_decoding_mask, check_decoding_tensors
 from .keywords import answers_unknown_keywords, keyword_error
-from .selection_arguments import check_selected_heads
 
 
 @answers_unknown_keywords(keyword_error)

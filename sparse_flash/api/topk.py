@@ -17,9 +17,9 @@ from ..masks.pattern import Pattern
 from ..selection.choice import COMPRESSED
 from .arguments import check_tensors, stand_in_for_empty_batch
 from .call import DEFAULT_BLOCK_SIZE
-from .selection_arguments import check_choice
 from .topk_selections import (
     QueryChoice,
+    check_choice,
     check_q_and_k,
     select_by_compressed,
     select_by_query,
