@@ -238,7 +238,7 @@ TABLES = (
     unexpected("attention", "window_size", "local(w)"),
     unexpected("attention", "sm_scale", "scale="),
     unexpected("attention", "return_attn_probs", "return_lse=True"),
-    unexpected("attention", "causl", "did you mean 'causal'?; pass mask=\"causal\""),
+    unexpected("attention", "causl", "did you mean 'causal'? pass mask=\"causal\""),
     unexpected("attention", "attn_mask", "BlockMask.from_dense"),
     unexpected("attention", "block_mask", "mask="),
     unexpected("attention", "mask_mod", "BlockMask.from_mask_mod"),
