@@ -218,7 +218,7 @@ if converted is not None and old_state == state and all(  =>  if converted is no
 number = 1 + np.where(kind > 0, 2 * tile + kind, 0)  =>  number = 1 + np.where(kind > 0, tile + kind, 0)
 @ 10 choosers/built_in | masks/test_chooser choosers api/test_choose | sampled reduces by the mean by default
 default_reduce: ClassVar[str] = "max"  =>  default_reduce: ClassVar[str] = "mean"
-@ 11 masks/build | masks/test_per_head api/test_attention | heads with masks are dense if one head keeps everything
+@ 11 masks/build | masks/test_block_mask masks/test_per_head | heads with masks are dense if one head keeps everything
 keeps_all=all(m.keeps_all for m in masks),  =>  keeps_all=any(m.keeps_all for m in masks),
 @ 12 masks/from_maps | masks/test_from_lists | negative counts of lists are not refused
 bool(((counts < 0) | (counts > len(entry))).any())  =>  bool((counts > len(entry)).any())

@@ -96,8 +96,8 @@ def from_heads(masks: list[BlockMask], batch: int, heads: int) -> BlockMask:
             )
     digests = [mask.digest for mask in masks]
     stored = dict(zip(digests, masks, strict=True))
-    numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
-    joined = _stack_masks([stored[digest] for digest in numbers])
+    numbers = {digest: number for number, digest in enumerate(stored)}
+    joined = _stack_masks([*stored.values()])
     index = torch.tensor([numbers[digest] for digest in digests], dtype=torch.int32, device="cpu").view(batch, heads)
     return with_coarse(replace(joined, mask_index=index, coarse=None))
 
