@@ -244,7 +244,7 @@ k_len[d] - cols[piece] * BLOCK, BLOCK)  =>  BLOCK, BLOCK)
 options: dict[str, Any] = {"scale": scale, "return_lse": True  =>  options: dict[str, Any] = {"scale": None, "return_lse": True
 @ 23 api/arguments | api/test_attention api | an error of empty tensors does not say what it got
 must not be empty; got shape {tuple(tensor.shape)}")  =>  must not be empty")
-@ 24 api/call | api/test_attention api/test_caches | checks of a call are remembered whatever the shape of v
+@ 24 api/call | test_refusals | checks of a call are remembered whatever the shape of v
 key = q.shape, k.shape, v.shape, types, fits,  =>  key = q.shape, k.shape, types, fits,
 @ 25 api/layer | api/test_layer | a cache keeps the graph of keys and values that require gradients
 in enumerate((k.detach(), v.detach())):  =>  in enumerate((k, v)):
