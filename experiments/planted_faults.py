@@ -218,7 +218,7 @@ if converted is not None and old_state == state and all(  =>  if converted is no
 number = 1 + np.where(kind > 0, 2 * tile + kind, 0)  =>  number = 1 + np.where(kind > 0, tile + kind, 0)
 @ 10 choosers/built_in | masks/test_chooser choosers api/test_choose | sampled reduces by the mean by default
 default_reduce: ClassVar[str] = "max"  =>  default_reduce: ClassVar[str] = "mean"
-@ 11 masks/build | masks/test_per_head api/test_attention | heads with masks are dense if one head keeps everything
+@ 11 masks/build | masks/test_block_mask masks/test_per_head | heads with masks are dense if one head keeps everything
 keeps_all=all(m.keeps_all for m in masks),  =>  keeps_all=any(m.keeps_all for m in masks),
 @ 12 masks/from_maps | masks/test_from_lists | negative counts of lists are not refused
 bool(((counts < 0) | (counts > len(entry))).any())  =>  bool((counts > len(entry)).any())
@@ -244,8 +244,8 @@ k_len[d] - cols[piece] * BLOCK, BLOCK)  =>  BLOCK, BLOCK)
 options: dict[str, Any] = {"scale": scale, "return_lse": True  =>  options: dict[str, Any] = {"scale": None, "return_lse": True
 @ 23 api/arguments | api/test_attention api | an error of empty tensors does not say what it got
 must not be empty; got shape {tuple(tensor.shape)}")  =>  must not be empty")
-@ 24 api/call | api/test_attention api/test_caches | checks of a call are remembered whatever the shape of v
-return q.shape, k.shape, v.shape, types, fits,  =>  return q.shape, k.shape, types, fits,
+@ 24 api/call | test_refusals | checks of a call are remembered whatever the shape of v
+key = q.shape, k.shape, v.shape, types, fits,  =>  key = q.shape, k.shape, types, fits,
 @ 25 api/layer | api/test_layer | a cache keeps the graph of keys and values that require gradients
 in enumerate((k.detach(), v.detach())):  =>  in enumerate((k, v)):
 @ 26 api/decoding_arguments | api/test_decode_e4m3 | scales of keys and values may have different strides

@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sparse_flash as sf
 from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
+from sparse_flash.masks.spec import write_call
 from sparse_flash.parallel import planning
 
 T, V, NAN = TypeError, ValueError, float("nan")
@@ -81,6 +82,7 @@ PACKED = sf.topk_blocks(P, PK, 2, block_size=16, cu_seqlens_q=ENDS)
 # Kept blocks as lists and as compressed rows.
 LISTS, COUNTS, CROW, COL = ints([0, 1, 2], [1, 0, 2], [0, 2, 1]), ints(2, 1, 2), ints(0, 2, 3, 5), ints(0, 1, 1, 0, 2)
 
+VIDEO = sf.VideoLayout(3, 5, 7, (2, 4, 4), prefix=6, suffix=3)
 FLASH_LENGTHS = {"cu_seqlens_q": ints(0, 5, 12), "cu_seqlens_k": ints(0, 5, 12), "max_seqlen_q": 12, "max_seqlen_k": 12}
 FLASH_PACKED = {"q": P[:12], "k": PK[:12], "v": PK[:12], **FLASH_LENGTHS}
 PAGES_LENGTHS = {"cu_seqlens_q": ints(0, 1, 2), "cu_seqlens_k": ints(0, 8, 10), "max_seqlen_q": 1, "max_seqlen_k": 8}
@@ -186,7 +188,7 @@ TABLES = (
     row("topk_by_query", V, "q must not be empty", q=Q[:0, :, :0], k=K[:0]),
     row("selection", V, "backend must be 'auto' or one of", **NONE, mask=sf.topk_blocks(Q[:0], K[:0], 2, every=1), backend="flash"),
     row("decode", V, "capacity of 64", **NONE, mask=compiled("causal", 63)),
-    row("decode", V, r"kv_lens must have shape \(0,\)", **NONE, kv_lens=ints(3, 4)),
+    row("decode", V, r"kv_lens must be int32 or int64 of shape \(batch,\), here \(0,\)", **NONE, kv_lens=ints(3, 4)),
     row("decode", V, "head_dim not 0", q=QUERY[..., :0]),
     row("varlen", V, r"q must have a head_dim of at least 1; got shape \(64, 4, 0\)", q=P[..., :0]),
     row("attention", V, "must divide that of query heads; got 4 query heads and 0 key heads", k=K[:, :0], v=K[:, :0]),
@@ -236,7 +238,7 @@ TABLES = (
     unexpected("attention", "window_size", "local(w)"),
     unexpected("attention", "sm_scale", "scale="),
     unexpected("attention", "return_attn_probs", "return_lse=True"),
-    unexpected("attention", "causl", "did you mean 'causal'?; pass mask=\"causal\""),
+    unexpected("attention", "causl", "did you mean 'causal'? pass mask=\"causal\""),
     unexpected("attention", "attn_mask", "BlockMask.from_dense"),
     unexpected("attention", "block_mask", "mask="),
     unexpected("attention", "mask_mod", "BlockMask.from_mask_mod"),
@@ -284,11 +286,9 @@ TABLES = (
     row("varlen", T, "pass the pattern that it was compiled from", mask=compiled("causal", 64)),
     row("varlen", V, "packed documents take one pattern for all; got per_head", mask=HEADS),
     # Lengths.
-    row("attention", T, r"kv_lens must be a tensor of shape \(batch,\) on q's device; got list", kv_lens=[3, 4]),
-    row("decode", T, r"kv_lens must be an int32 or int64 tensor.*torch.tensor\(", kv_lens=[3, 4]),
-    row("decode", V, "kv_lens must be int32 or int64 on cpu; got torch.float32.*int32", kv_lens=zeros(2)),
-    row("decode", V, r"kv_lens must have shape \(2,\)", kv_lens=ints(3)),
-    row("attention", V, r"kv_lens must be int32 or int64 of shape \(batch,\), here \(2,\); got", kv_lens=ints(3, 3, 3)),
+    row("attention decode", T, r"kv_lens must be a tensor of shape \(batch,\) on q's device; got list", kv_lens=[3, 4]),
+    row("decode", V, "kv_lens must be int32 or int64 of .*; got torch.float32", kv_lens=zeros(2)),
+    row("attention decode", V, r"kv_lens must be int32 or int64 of shape \(batch,\), here \(2,\); got", kv_lens=ints(3, 3, 3)),
     row("attention", V, r"q_lens must be int32 or int64 .*; got torch.float32 of shape \(2,\)", q_lens=zeros(2)),
     row("attention", V, "q_starts must be on q's device; .* on meta", q_starts=ints(0, 0).to("meta")),
     row("decode", V, "kv_lens must be at least 0; got -2; a sequence without tokens has 0", kv_lens=ints(3, -2)),
@@ -297,11 +297,12 @@ TABLES = (
     row("attention", V, "kv_starts must be at most 64, the number of tokens; got 65; a", q=Q[:, :, :60], kv_starts=ints(3, 65)),
     row("decode", V, "kv_starts must be at most .*; got 9000", kv_starts=ints(9000, 9000)),
     row("decode_in_pages", V, "kv_starts must be None with a block_table", kv_starts=ints(3, 4)),
-    row("decode_in_pages", V, "block_table must be int32 or int64 on cpu; got torch.int16", block_table=TABLE.short()),
-    row("decode_in_pages", V, r"block_table must have shape \(2, pages of a sequence\)", block_table=TABLE[0]),
+    row("decode_in_pages", V, "block_table must be int32 or int64 of .*; got torch.int16", block_table=TABLE.short()),
+    row("decode_in_pages", V, r"block_table must be .* of shape \(2, pages of a sequence\)", block_table=TABLE[0]),
     row("decode_in_pages", V, "power of two; got 48", k=zeros(3, 2, 48, 16), v=zeros(3, 2, 48, 16)),
     row("decode_in_pages", V, "at least one page", k=PAGES[:0], v=PAGES[:0]),
     row("choose attention_choose", T, "kv_starts must be a tensor", kv_starts=[1, 2]),
+    row("choose", T, "kv_starts must be a tensor", q=Q[:0], k=K[:0], kv_starts=[1, 2]),
     row("choose attention_choose", V, r"kv_starts must be int32 or int64 of shape \(batch,\), here \(2,\)", kv_starts=ints(1)),
     row("choose attention_choose", V, "kv_lens must be int32 or int64", kv_lens=torch.tensor([1.0, 2.0])),
     row("attention", V, "counts from the end of the", mask="causal & (pooled(keep=1) | last_tokens(4))", kv_lens=ints(9, 20)),
@@ -363,8 +364,8 @@ TABLES = (
     row("topk", V, "at least one block a row; got 0", keep=0),
     row("topk", V, r"share must be in \(0, 1\]; got 0.0", keep=0.0),
     row("topk", V, "got 1.5; pass an int", keep=1.5),
-    row("topk", T, "int, blocks a row, or a float.* got bool", keep=True),
-    row("topk", T, "got NoneType", keep=None),
+    row("topk", T, "int, blocks a row, or a float.* got True", keep=True),
+    row("topk", T, "got None", keep=None),
     row("topk", V, "power of two in 16..256", block_size=100),
     row("topk", V, r"within must have .* \(64, 64, 128\); got \(60, 60, 128\)", within=compiled("causal", 60)),
     row("topk", V, r"always must have .* got \(64, 64, 64\)", always=compiled("causal", 64, block_size=64)),
@@ -546,6 +547,45 @@ TABLES = (
     row(sf.explain, V, "must be that of one head or sequence; got 2 different ones", mask=BATCH),
     row(sf.draw, V, r"shows one mask; got 2; draw them one by one, as mask.select\(head, batch\)", mask=compiled(BATCH, 70)),
     row(lambda: sf.bench(BATCH, q_len=64), V, "the benchmark's mask must be that of all sequences"),
+    # Patterns, their text and their functions.
+    *(row(use, T, r"combine patterns with & \| ~ instead of and, or, not", p=pattern)
+      for use in (lambda p: bool(p), lambda p: p and p, lambda p: not p, lambda p: p or p) for pattern in (HEADS, ~sf.causal())),
+    *(row(combine, T, "unsupported operand") for combine in (
+        lambda: sf.causal() & ("local(3)",), lambda: sf.causal() | 3, lambda: None & sf.causal())),
+    *(row(combine, T, "causal is a class of patterns; call it for a pattern") for combine in (
+        lambda: HEADS & sf.causal, lambda: sf.causal & sf.local(3), lambda: sf.local(3) | sf.causal)),
+    *(row(combine, T, r"combine patterns with & \| ~ and compile the result.*from_dense", m=compiled("causal", 64)) for combine in (
+        lambda m: m & m, lambda m: m | m, lambda m: ~m, lambda m: sf.causal() & m, lambda m: m | "causal")),
+    row(sf.parse, T, "must be a string; got int", text=3),
+    *(row(sf.parse, V, r"topk_blocks is no pattern: .* mask=topk_blocks\(q, k, keep=\.\.\.\)", text=text)
+      for text in ("topk_blocks", "causal & topk_blocks(keep=4)")),
+    row(write_call, V, "a set has no spec text", name="local", positional=[{1}], keyword={}),
+    row(sf.from_mask_fn, T, "must be a function", fn=3),
+    row(sf.from_mask_fn, T, r"of \(q, kv\); got one of \(b, h, q, kv\).*from_mask_mod takes", fn=lambda b, h, q, kv: q >= kv),
+    row("compile", T, "must return booleans; got int64", pattern=sf.from_mask_fn(lambda q, kv: q - kv)),
+    row("compile", V, "must broadcast to", pattern=sf.from_mask_fn(lambda q, kv: (q > kv)[..., :3])),
+    *(row(sf.BlockMask.from_mask_mod, error, said, mask_mod=rule, batch=None, heads=None, q_len=64) for rule, error, said in (
+        ("causal", T, "must be a function"),
+        (lambda b, h, q, kv: q >= kv if q > 3 else q == kv, V, r"<lambda> raised: .*torch.where"),
+        (lambda b, h, q, kv: q - kv, T, "must return a bool tensor; <lambda> returned torch.int64"),
+        (lambda b, h, q, kv: True, T, "returned bool"),
+        (lambda q, kv: q >= kv, T, r"a function of \(b, h, q_idx, kv_idx\); got one of \(q, kv\).*from_mask_fn"))),
+    row(sf.BlockMask.from_mask_mod, V, "heads must be a positive", mask_mod=lambda b, h, q, kv: q > 0, batch=1, heads=0, q_len=9),
+    row(compiled("causal", 300).in_blocks_of, V, "block_size must be a multiple of the mask's 128; got 64", block_size=64),
+    row(compiled("causal", 300).in_blocks_of, V, r"must be a power of two in 16..256; got '256'", block_size="256"),
+    row("compile", V, r"local\(5\) must start within the sequence; the .* 37 tokens, the pattern starts at 40; shift it by",
+        pattern="shifted(local(5), 40)", q_len=37),
+    row("compile", V, r"^last_tokens\(5\) \| global.{20,40}\.\.\. must say what each query keeps", q_len=100,
+        pattern="last_tokens(5) | global_tokens(10) | shifted(neighborhood((8, 8), 3), 10)"),
+    # Videos in tile order.
+    *(row(reorder, IndexError, f"dim must be a dimension of x, which has 2; got dim={dim} and x of shape", x=zeros(1, n), dim=dim)
+      for reorder, n in ((VIDEO.to_tiles, 114), (VIDEO.to_raster, VIDEO.length)) for dim in (2, -3, 9)),
+    row(VIDEO.to_tiles, T, r"x must be a torch\.Tensor; got ndarray; pass torch.as_tensor", x=np.zeros((1, 114)), dim=1),
+    row(VIDEO.to_tiles, V, r"114 tokens in dimension 1 before .* tile order.*got shape \(2, 192\)", x=zeros(2, 192), dim=1),
+    row(VIDEO.to_raster, V, rf"x must have {VIDEO.length} tokens in dimension 0 in tile order", x=zeros(114), dim=0),
+    row("compile", V, rf"in tile order, with {VIDEO.length} tokens; got 114.*pass layout.to_tiles", pattern=VIDEO, q_len=114),
+    row(sf.radial, T, r"radial: layout must be a VideoLayout or its text; got Causal", layout="causal"),
+    row(sf.radial, T, "keep_beside must be True or False; got 1", layout=VIDEO, keep_beside=1),
     # The layer.
     row("layer", V, "heads must divide dim", dim=50),
     row("layer", V, "kv_heads must divide heads; got 3 and 4", kv_heads=3),
@@ -679,6 +719,8 @@ def test_plain_calls_run(name):
 
 @parametrize(ROWS)
 def test_bad_input_is_one_clear_error_and_changes_nothing(call, change, error, message):
+    if call == "attention":
+        sf.attention(**CALLS[call][1])  # what is remembered of this call spares others no check
     call, plain = CALLS[call] if isinstance(call, str) else (call, {})
     arguments = plain | change
     versions = [t._version for t in arguments.values() if type(t) is torch.Tensor]

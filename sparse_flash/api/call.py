@@ -27,6 +27,7 @@ from .arguments import (
     cast_for_autocast,
     check_mask,
     check_precision,
+    check_selection,
     check_sinks,
     check_tensors,
     check_types,
@@ -34,7 +35,6 @@ from .arguments import (
     resolve_scale,
     stand_in_for_empty_batch,
 )
-from .selection_arguments import check_selection
 from .shared import SharedSequence
 
 # Called with the mask, q and k of each call outside of graphs, while a model's masks are recorded. A mask is what ``attention``
@@ -74,12 +74,16 @@ def build_call(
     if precision is not None:
         _check_precision(precision, q, k, v, mask, sinks)
     if isinstance(mask, BlockSelection):
-        return _build_selection_call(q, k, v, mask, scale, sinks, deterministic, backend, variant_arguments)
+        _check_selection_call(q, k, v, mask, variant_arguments)
+        check_sinks(sinks, q)
+        return AttentionCall(q, k, v, mask, None, resolve_scale(scale, q.shape[3]), deterministic, backend, None, sinks)
     spec: Pattern | str | None = None
     if isinstance(mask, (Pattern, str)):
         spec = to_traceable(mask) if torch.compiler.is_compiling() else mask
     elif not (mask is None or isinstance(mask, (BlockMask, ChosenBlocks))):
-        mask = _read_foreign_mask(mask)
+        if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
+            raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
+        mask = convert_foreign_mask(mask)
 
     chooses = spec is not None and has_choosers(spec)  # raises SpecError for text that cannot be read
     is_empty = 0 in q.shape or 0 in k.shape
@@ -109,7 +113,10 @@ def build_call(
     kernel_table = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
     key: tuple[object, ...] | None = None
     if not (variant is not None or isinstance(table, (str, ChosenBlocks)) or torch.compiler.is_compiling()):
-        key = _key_of_checks(q, k, v, table, kernel_table, deterministic, backend, precision)
+        # Everything of a plain call that its checks and the choice of its back end depend on.
+        types = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        fits = None if table is None else (table.fits, isinstance(kernel_table, BlockMask) and kernel_table.block_size)
+        key = q.shape, k.shape, v.shape, types, fits, deterministic, backend, precision
     chosen = _chosen_backends.get(key)
     if chosen is None:
         if is_plain:
@@ -127,41 +134,15 @@ def build_call(
     return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, chosen, variant, sinks, precision)
 
 
-def _key_of_checks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: BlockMask | None,
-    kernel_table: object,
-    deterministic: bool,
-    backend: str,
-    precision: str | None,
-) -> tuple[object, ...]:
-    """Everything of a plain call that its checks and the choice of its back end depend on."""
-    types = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    fits = None if table is None else (table.fits, isinstance(kernel_table, BlockMask) and kernel_table.block_size)
-    return q.shape, k.shape, v.shape, types, fits, deterministic, backend, precision
-
-
-def _build_selection_call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    selection: BlockSelection,
-    scale: float | None,
-    sinks: torch.Tensor | None,
-    deterministic: bool,
-    backend: str,
-    variant_arguments: dict[str, Any],
-) -> AttentionCall:
+def _check_selection_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, variant_arguments: dict[str, Any]
+) -> None:
     nothing = int, float, tuple, list  # 0 and () change nothing
     given = [name for name, value in variant_arguments.items() if value is not None and (not isinstance(value, nothing) or value)]
     if given:
         raise ValueError(f"a BlockSelection does not take {' and '.join(given)}; leave it out, or pass a BlockMask")
     check_tensors(*stand_in_for_empty_batch(q, k, v))
     check_selection(selection, q, k)
-    check_sinks(sinks, q)
-    return AttentionCall(q, k, v, selection, None, resolve_scale(scale, q.shape[3]), deterministic, backend, None, sinks)
 
 
 def _choose(
@@ -183,13 +164,6 @@ def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torc
     # Not through as_block_mask, which torch.compile would trace into its dispatch.
     text = text_of(pattern)
     return compile_cached(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text
-
-
-def _read_foreign_mask(mask: object) -> BlockMask:
-    """Reads a mask of another library as a BlockMask, once. Raises TypeError for anything else."""
-    if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
-        raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
-    return convert_foreign_mask(mask)
 
 
 def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:

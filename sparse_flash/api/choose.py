@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
 from ..choosers.choose import chosen_mask
-from ..choosers.report import ChoiceReport, report_of
-from ..masks.block_mask import BlockMask
+from ..choosers.report import report_of
 from ..masks.cache import to_traceable
 from ..masks.chooser import has_choosers
 from ..masks.fit import check_known_end
 from ..masks.pattern import Pattern
 from ..variant.variant import build_variant
-from .arguments import cast_for_autocast, check_tensors, check_types, resolve_scale
+from .arguments import cast_for_autocast, check_tensors, check_types, resolve_scale, stand_in_for_empty_batch
 from .keywords import answers_unknown_keywords, chooser_keyword_error
-
-
-@overload
-def choose_blocks(
-    spec: Pattern | str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    scale: float | None = None,
-    kv_lens: torch.Tensor | None = None,
-    q_lens: torch.Tensor | None = None,
-    kv_starts: torch.Tensor | None = None,
-    q_starts: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    report: Literal[False] = False,
-    v: None = None,
-) -> BlockMask: ...
-
-
-@overload
-def choose_blocks(
-    spec: Pattern | str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    scale: float | None = None,
-    kv_lens: torch.Tensor | None = None,
-    q_lens: torch.Tensor | None = None,
-    kv_starts: torch.Tensor | None = None,
-    q_starts: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    report: Literal[True],
-    v: torch.Tensor | None = None,
-) -> tuple[BlockMask, ChoiceReport]: ...
 
 
 @answers_unknown_keywords(chooser_keyword_error)
@@ -66,7 +31,7 @@ def choose_blocks(
     scores: torch.Tensor | None = None,
     report: bool = False,
     v: torch.Tensor | None = None,
-) -> BlockMask | tuple[BlockMask, ChoiceReport]:
+) -> Any:  # a BlockMask, or (BlockMask, ChoiceReport)
     """The mask that an expression with choosers keeps for these queries and keys, head by head.
 
         mask = sf.choose_blocks("causal & (sampled(8, floor=0.01) | sinks(64) | local(256))", q, k)
@@ -120,13 +85,14 @@ def choose_blocks(
     given: dict[str, Any] = {"kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts, "q_starts": q_starts}
     if report and not all(one is None for one in given.values()):
         raise ValueError("a report must be of whole sequences; got lengths; leave report out, or report on each sequence alone")
-    if q.shape[:1] == k.shape[:1] == (0,):  # no sequence: a mask of batch 1 fits that, and tables hold one at least
-        q, k = (x.new_zeros(1, *x.shape[1:]) for x in (q, k))
-        given = dict.fromkeys(given)
+    tensors = stand_in_for_empty_batch(q, k, value if report else k)
+    check_tensors(*tensors)
+    lengths = build_variant(q, k, **given)
+    if q.shape[0] == 0:  # no sequence: a mask of batch 1 fits that, and tables hold one at least
+        q, k, lengths = *tensors[:2], None
         scores = scores.new_zeros(1, *scores.shape[1:]) if isinstance(scores, torch.Tensor) else scores
-    check_tensors(q, k, value if report else k)
     scale = resolve_scale(scale, q.shape[3])
     if not (kv_lens is q_lens is None):
         check_known_end(spec)
-    mask = chosen_mask(spec, q, k, scale, scores, build_variant(q, k, **given))
+    mask = chosen_mask(spec, q, k, scale, scores, lengths)
     return (mask, report_of(spec, mask, q, k, None if v is None else value, scale)) if report else mask

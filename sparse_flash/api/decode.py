@@ -21,11 +21,10 @@ from ..masks.pattern import Pattern
 from ..patterns import causal, full, local
 from ..selection.block_selection import BlockSelection
 from ..selection.decode import decode, supports
-from .arguments import autocast_applies, check_types, resolve_scale
+from .arguments import autocast_applies, check_selected_heads, check_types, resolve_scale
 from .call import DEFAULT_BLOCK_SIZE, observers
 from .decoding_arguments import MAX_QUERIES, check_cache_lengths, check_cache_scales, check_decoding_mask, check_decoding_tensors
 from .keywords import answers_unknown_keywords, keyword_error
-from .selection_arguments import check_selected_heads
 
 
 @answers_unknown_keywords(keyword_error)
@@ -98,7 +97,10 @@ def attention_decode(
     elif isinstance(mask, BlockSelection):
         if kv_starts is not None:
             raise ValueError("kv_starts must be None with a selection, whose blocks start with the cache; got both")
-        out, lse = _decode_selection(q, k, v, mask, capacity, kv_lens, block_table, scale, backend, (k_scale, v_scale))
+        _check_selection(mask, q, k, capacity, kv_lens)
+        name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, mask.block_size), supports)
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        out, lse = decode(q, k, v, mask, kv_lens, block_table, scale, name, (k_scale, v_scale))
     else:
         mask, is_causal = _resolve_mask(mask, capacity, q, kv_lens, kv_starts)
         name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, None if mask is None else mask.block_size))
@@ -118,19 +120,10 @@ def _check_empty_call(mask: object, capacity: int, q: torch.Tensor, backend: str
     backends.check_name(backend)
 
 
-def _decode_selection(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    selection: BlockSelection,
-    capacity: int,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    scale: float | None,
-    backend: str,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) over picked blocks. Raises ValueError where the selection does not fit."""
+def _check_selection(
+    selection: BlockSelection, q: torch.Tensor, k: torch.Tensor, capacity: int, kv_lens: torch.Tensor | None
+) -> None:
+    """Raises ValueError where the selection does not fit."""
     if selection.always is not None:
         raise ValueError("attention_decode takes no selection with always=; choose without it, or use sparse_flash.attention")
     check_selected_heads(selection, q, k)
@@ -141,9 +134,6 @@ def _decode_selection(
             f"the selection is of q_len={selection.q_len} and a cache of {selection.kv_len} tokens; got {q.shape[2]} queries and a "
             f"cache of {capacity}{', without kv_lens' * (kv_lens is None)}; choose again for these, or pass kv_lens"
         )
-    name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, selection.block_size), supports)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    return decode(q, k, v, selection, kv_lens, block_table, scale, name, scales)
 
 
 def is_decode_step(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:

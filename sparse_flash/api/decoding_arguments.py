@@ -8,7 +8,7 @@ import torch
 
 from .. import backends
 from ..masks.block_mask import BlockMask
-from ..variant.variant import check_same_device, int32_lengths
+from ..variant.variant import check_lengths, check_same_device
 from .arguments import check_alike, check_dtype, check_head_groups, check_mask_fits
 
 MAX_QUERIES = 64  # per sequence
@@ -95,31 +95,22 @@ def check_cache_lengths(
     q: torch.Tensor, page_size: int, kv_lens: _Integers, kv_starts: _Integers, block_table: _Integers
 ) -> tuple[_Integers, _Integers, _Integers]:
     """(kv_lens, kv_starts, block_table) of ``attention_decode``, all in int32."""
-    batch = q.shape[0]
-    for name, given in (("kv_lens", kv_lens), ("kv_starts", kv_starts)):
-        if given is not None and tuple(_check_integers(name, given, q).shape) != (batch,):
-            raise ValueError(f"{name} must have shape ({batch},), a number for each sequence; got {tuple(given.shape)}")
-    kv_lens = None if kv_lens is None else int32_lengths("kv_lens", kv_lens)
-    kv_starts = None if kv_starts is None else int32_lengths("kv_starts", kv_starts, page_size)
+    kv_lens = None if kv_lens is None else check_lengths("kv_lens", kv_lens, q, page_size)
+    kv_starts = None if kv_starts is None else check_lengths("kv_starts", kv_starts, q, page_size)
     if kv_starts is not None and block_table is not None:
         raise ValueError("kv_starts must be None with a block_table; got both; leave pages before a sequence out of its row")
     if block_table is not None:
-        block_table = _check_integers("block_table", block_table, q).to(torch.int32)
-        if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:
-            raise ValueError(f"block_table must have shape ({batch}, pages of a sequence); got {tuple(block_table.shape)}")
+        check_same_device("block_table", block_table, q)
+        integers = block_table.dtype in (torch.int32, torch.int64)
+        if not integers or block_table.dim() != 2 or block_table.shape[0] != q.shape[0] or block_table.shape[1] == 0:
+            raise ValueError(
+                f"block_table must be int32 or int64 of shape ({q.shape[0]}, pages of a sequence); got {block_table.dtype} of "
+                f"shape {tuple(block_table.shape)}"
+            )
+        block_table = block_table.to(torch.int32)
         if page_size & (page_size - 1):
             raise ValueError(f"page_size, the third dimension of k, must be a power of two; got {page_size}")
     return kv_lens, kv_starts, block_table
-
-
-def _check_integers(name: str, tensor: object, q: torch.Tensor) -> torch.Tensor:
-    way_out = f"{name}.to(torch.int32)" if isinstance(tensor, torch.Tensor) else f"torch.tensor({name}, dtype=torch.int32)"
-    way_out = f"use {way_out}.to({str(q.device)!r})"
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be an int32 or int64 tensor on {q.device}; got {type(tensor).__name__}; {way_out}")
-    if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != q.device:
-        raise ValueError(f"{name} must be int32 or int64 on {q.device}; got {tensor.dtype} on {tensor.device}; {way_out}")
-    return tensor
 
 
 def check_decoding_mask(mask: BlockMask, capacity: int, q: torch.Tensor) -> None:

@@ -81,7 +81,7 @@ def keyword_error(function: str, known: list[str], unknown: list[str]) -> TypeEr
         if name in advised:  # first: torch.compile can trace no further
             parts.append(f"{name}: {advised[name]}")
         elif near := difflib.get_close_matches(name, [*known, *advised], n=1, cutoff=0.7):
-            parts.append("; ".join([f"{name}: did you mean {near[0]!r}?", *filter(None, [advised.get(near[0])])]))
+            parts.append(" ".join([f"{name}: did you mean {near[0]!r}?", *filter(None, [advised.get(near[0])])]))
         else:
             parts.append(f"{name}: it takes {', '.join(known)}")
     return TypeError("; ".join(parts))

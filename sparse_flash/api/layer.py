@@ -329,8 +329,9 @@ class SparseAttention(nn.Module):
         q, k = (_split_heads(projection(x), self.head_dim) for projection in (self.q_proj, self.k_proj))
         v = _split_heads(self.v_proj(x), self.v_head_dim)
         if self.rotary_base is not None:
-            positions = _positions(cache, x) if self._plan is None else self._plan.positions
-            rotation = _rotation(positions, self.head_dim, self.rotary_base)
+            first = cache.tokens if cache else 0
+            later = torch.arange(first, first + x.shape[1], dtype=torch.float32, device=x.device)
+            rotation = _rotation(later if self._plan is None else self._plan.positions, self.head_dim, self.rotary_base)
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
         return q, k, v
 
@@ -433,12 +434,6 @@ def _warn_of_difference(own: str, saved: str) -> None:
 def _repeat_count(tokens: int, q: torch.Tensor) -> torch.Tensor:
     """The same count for each batch entry, (batch,) int32."""
     return torch.full((q.shape[0],), tokens, dtype=torch.int32, device=q.device)
-
-
-def _positions(cache: KeyValueCache | None, x: torch.Tensor) -> torch.Tensor:
-    """(tokens,) float32, those after the cached tokens."""
-    first = cache.tokens if cache else 0
-    return torch.arange(first, first + x.shape[1], dtype=torch.float32, device=x.device)
 
 
 def _rotation(positions: torch.Tensor, head_dim: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 
 from ..backends.torch import block_means, without_autocast
 from ..choosers.choose import mask_by_scores
 from ..masks.block_mask import BlockMask
+from ..masks.chooser import check_keep
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
-from ..selection.block_selection import BlockSelection
 from ..selection.choice import COMPRESSED
-from ..selection.packed_selection import PackedSelection
 from .arguments import check_tensors, stand_in_for_empty_batch
 from .call import DEFAULT_BLOCK_SIZE
-from .selection_arguments import check_choice, check_keep
 from .topk_selections import (
     QueryChoice,
+    check_choice,
     check_q_and_k,
     select_by_compressed,
     select_by_query,
@@ -28,67 +27,6 @@ from .topk_selections import (
     select_packed_by_query,
     select_packed_by_scores,
 )
-
-
-@overload
-def topk_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    keep: int | float,
-    *,
-    every: None = None,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    within: Pattern | str | BlockMask | None = "causal",
-    always: Pattern | str | BlockMask | None = None,
-    share_group: bool = False,
-) -> BlockMask: ...
-
-
-@overload
-def topk_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    keep: int,
-    *,
-    every: int,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    always: Pattern | str | BlockMask | None = None,
-    share_group: bool = False,
-    score: str = "mean",
-    kv_len: int | None = None,
-    compression: tuple[int, int] | None = None,
-    lse: torch.Tensor | None = None,
-) -> BlockSelection: ...
-
-
-@overload
-def topk_blocks(
-    *,
-    scores: torch.Tensor,
-    keep: int,
-    every: int | None = None,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    always: Pattern | str | BlockMask | None = None,
-    q_len: int | None = None,
-    kv_len: int | None = None,
-) -> BlockSelection: ...
-
-
-@overload
-def topk_blocks(
-    q: torch.Tensor | None = None,
-    k: torch.Tensor | None = None,
-    keep: int = ...,
-    *,
-    scores: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int | None = None,
-    every: int | None = None,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    always: Pattern | str | None = None,
-    share_group: bool = False,
-    score: str = "mean",
-) -> PackedSelection: ...
 
 
 @torch.no_grad()
@@ -110,7 +48,7 @@ def topk_blocks(
     max_seqlen_q: int | None = None,
     compression: tuple[int, int] | None = None,
     lse: torch.Tensor | None = None,
-) -> BlockMask | BlockSelection | PackedSelection:
+) -> Any:  # as the docstring says; a union of the three would ask for a cast at each call
     """The blocks of keys that matter most, chosen by scores: a mask for blocks of queries, or a selection for each query.
 
     With every=None, blocks of queries choose, and the result is a BlockMask:

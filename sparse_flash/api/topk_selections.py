@@ -11,19 +11,19 @@ import torch
 
 from ..masks.block_mask import BlockMask
 from ..masks.cache import as_block_mask
+from ..masks.chooser import check_keep
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern
 from ..packed.gather_rows import take_rows
 from ..packed.repack import BLOCK
 from ..selection import choice
-from ..selection.block_selection import BlockSelection, always_table
-from ..selection.choice import COMPRESSED
+from ..selection.block_selection import BlockSelection, always_table, check_every, check_selection_block
+from ..selection.choice import COMPRESSED, SCORES
 from ..selection.packed_selection import PackedSelection, block_axis, find_block_bounds, locate_tokens
 from ..variant.variant import check_counts
 from .arguments import cast_for_autocast, check_tensors, check_types, stand_in_for_empty_batch
 from .call import DEFAULT_BLOCK_SIZE
 from .document_arguments import check_packed, to_documents
-from .selection_arguments import check_choice, check_compression
 
 
 @dataclass(frozen=True)
@@ -183,3 +183,43 @@ def _check_packed_always(how: QueryChoice) -> Pattern | str | None:
     if isinstance(always, str):
         text_of(always)  # raises SpecError for text that cannot be read
     return always
+
+
+def check_choice(keep: object, every: object, block_size: object, score: str) -> tuple[int, int, int]:
+    """(keep, every, block_size). Raises TypeError or ValueError for arguments of ``topk_blocks`` by which no query can choose."""
+    keep, every, block_size = check_keep(keep), check_every(every), check_selection_block(block_size)
+    if isinstance(keep, float):
+        raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share; pass every=None for shares")
+    if score not in (*SCORES, COMPRESSED):
+        names = ", ".join(map(repr, (*SCORES, COMPRESSED)))
+        raise ValueError(f"score must be one of {names}; got {score!r}; pass scores= for others")
+    return keep, every, block_size
+
+
+def check_compression(
+    compression: object, k: torch.Tensor, lse: torch.Tensor | None, q: torch.Tensor, block_size: int, kv_len: int
+) -> tuple[int, int]:
+    """(length, stride) of compressed keys. Raises TypeError or ValueError for what does not fit k or the block size."""
+    if compression is None:
+        compression = block_size, block_size
+    if not (isinstance(compression, tuple) and len(compression) == 2 and all(type(number) is int for number in compression)):
+        raise TypeError(
+            "compression must be two ints, tokens of a compressed key and tokens from one to the next; got "
+            f"{compression!r}; pass compression=(32, 16) for NSA's"
+        )
+    length, stride = compression
+    if not (stride > 0 and length > 0 and length % stride == 0 and block_size % stride == 0):
+        raise ValueError(f"compression=(length, stride): stride must divide length and blocks of {block_size}; got {compression}")
+    check_counts(kv_len=kv_len)
+    count = max(0, (kv_len - length) // stride + 1)
+    if k.shape[2] != count:
+        raise ValueError(
+            f"{kv_len} tokens have {count} compressed keys of {length} tokens, {stride} from one to the next; got k of "
+            f"{k.shape[2]}, shape {tuple(k.shape)}; pass kv_len= and compression= that fit"
+        )
+    if lse is not None and not (isinstance(lse, torch.Tensor) and lse.is_floating_point() and lse.device == q.device):
+        found = f"{lse.dtype} on {lse.device}" if isinstance(lse, torch.Tensor) else type(lse).__name__
+        raise TypeError(f"lse must be a floating-point tensor on {q.device}; got {found}")
+    if lse is not None and lse.shape != q.shape[:3]:
+        raise ValueError(f"lse must have shape {tuple(q.shape[:3])}, (batch, heads, q_len); got {tuple(lse.shape)}")
+    return length, stride

@@ -17,14 +17,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (
-    masks.patterns,
-    masks.show,
-    masks.gallery,
-    masks.explain,
-    bench.bench,
-    doctor.doctor,
-):
+for _command in (masks.patterns, masks.show, masks.gallery, masks.explain, bench.bench, doctor.doctor):
     app.command()(_command)
 
 

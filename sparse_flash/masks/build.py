@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..compat.dynamo import outside_graphs
 from . import coarsen
 from .block_mask import BlockMask
 from .grid import BlockGrid, concat_ranges
-from .table import Entries, FullBlocks, PartialBlocks, build_table, finish_table, pad_to_two, sort_entries
+from .table import Entries, FullBlocks, build_table, finish_table, pad_to_two, sort_entries
 from .tiles import FULL_TILE, TilePool, dense_batches
 
 
@@ -95,8 +96,8 @@ def from_heads(masks: list[BlockMask], batch: int, heads: int) -> BlockMask:
             )
     digests = [mask.digest for mask in masks]
     stored = dict(zip(digests, masks, strict=True))
-    numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
-    joined = _stack_masks([stored[digest] for digest in numbers])
+    numbers = {digest: number for number, digest in enumerate(stored)}
+    joined = _stack_masks([*stored.values()])
     index = torch.tensor([numbers[digest] for digest in digests], dtype=torch.int32, device="cpu").view(batch, heads)
     return with_coarse(replace(joined, mask_index=index, coarse=None))
 
@@ -139,15 +140,20 @@ def _stack_masks(masks: list[BlockMask]) -> BlockMask:
 def select(self: BlockMask, head: int = 0, batch: int = 0) -> BlockMask:
     """The mask of one head of one batch entry, as a separate mask, on its device. Raises TypeError or IndexError for numbers
     that it has not, as ``kept_keys`` does."""
-    full, partial = self.kept(self.stored_index(batch, head))
-    pool, numbers = TilePool(self.block_size), np.empty(len(partial.rows), np.int64)
-    for kind, stored in enumerate(self.tiles, start=1):
-        chosen = np.flatnonzero(partial.kinds == kind)
-        used, inverse = np.unique(partial.tiles[chosen], return_inverse=True)
-        if len(used):
-            tiles = stored.cpu().numpy()[used]
-            numbers[chosen] = (pool.add_runs(tiles) if kind == 1 else pool.add_bits(tiles))[inverse]
+    (full, partial), pool = self.kept(self.stored_index(batch, head)), TilePool(self.block_size)
+    numbers = _pool_tiles(self.tiles, partial.kinds, partial.tiles, pool)
     return with_coarse(from_entries(self.grid, Entries(partial.rows, partial.cols, numbers), pool, full)).to(self.device)
+
+
+def _pool_tiles(stored: Sequence[torch.Tensor], kinds: np.ndarray, tiles: np.ndarray, pool: TilePool) -> np.ndarray:
+    """The numbers that the tiles of blocks get in the pool, FULL_TILE for full blocks. stored: run tiles and bit tiles."""
+    numbers = np.full(len(kinds), FULL_TILE, np.int64)
+    for kind, add in ((1, pool.add_runs), (2, pool.add_bits)):
+        chosen = np.flatnonzero(kinds == kind)
+        used, inverse = np.unique(tiles[chosen], return_inverse=True)
+        if len(used):
+            numbers[chosen] = add(stored[kind - 1].cpu().numpy()[used])[inverse]
+    return numbers
 
 
 @outside_graphs
@@ -190,54 +196,28 @@ def take_blocks(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMas
     rows, cols: (n,) int64 block numbers, none of them twice; -1 stands for a block that keeps nothing. Tokens past the lengths of
     ``mask`` keep nothing, and nothing keeps them. Takes time and memory in proportion to the entries of those rows.
     """
-    size, col_at = mask.block_size, np.full(mask.grid.kv_blocks, -1)
+    size, col_at, table = mask.block_size, np.full(mask.grid.kv_blocks, -1), mask.by_query
     present = np.flatnonzero(cols >= 0)
     col_at[cols[present]] = present
     present = np.flatnonzero(rows >= 0)
-    tile_runs, runs_at = _cut_tiles(mask, mask.tile_runs)
-    tile_bits, bits_at = _cut_tiles(mask, mask.tile_bits)
-    single, keeps_all = [], True
+    # Past the last query tiles may hold anything. Copies for the last block row keep nothing there.
+    of_last = [tiles.clone() for tiles in mask.tiles]
+    for tiles in of_last:
+        tiles[:, mask.q_len - (mask.grid.q_blocks - 1) * size :] = 0
+    grid, pool, single = BlockGrid(len(rows) * size, len(cols) * size, size), TilePool(size), []
     for number in range(mask.masks):
-        ptr, split = (t[number].numpy().astype(np.int64) for t in (mask.by_query.row_ptr, mask.by_query.row_split))
+        ptr, split = (t[number].numpy().astype(np.int64) for t in (table.row_ptr, table.row_split))
         counts = np.diff(ptr)[rows[present]]
         entry = concat_ranges(ptr[rows[present]], counts)
-        row, whole_row = np.repeat(present, counts), np.repeat(rows[present], counts)
+        row, whole_row, col = np.repeat(present, counts), np.repeat(rows[present], counts), col_at[table.col_idx.numpy()[entry]]
+        entry, row, whole_row, col = (axis[col >= 0] for axis in (entry, row, whole_row, col))
         kind = (entry >= split[whole_row, 0]).astype(np.int64) + (entry >= split[whole_row, 1])
-        tile = mask.by_query.tile_idx.numpy()[entry].astype(np.int64)
-        tile += np.select([kind == 1, kind == 2], [runs_at, bits_at], 0) * (whole_row == mask.grid.q_blocks - 1)
-        col = col_at[mask.by_query.col_idx.numpy()[entry]]
-        key = (row * 3 + kind) * len(cols) + col
-        order = np.argsort(key, kind="stable")
-        order = order[col[order] >= 0]
-        row, col, kind, tile = (axis[order].astype(np.int32) for axis in (row, col, kind, tile))
-        full = FullBlocks.of((len(rows), len(cols)), row[kind == 0], col[kind == 0])
-        partial = PartialBlocks(*(axis[kind > 0] for axis in (row, col, kind, tile)))
-        keeps_all &= full.blocks == len(rows) * len(cols)
-        single.append(
-            BlockMask(
-                q_len=len(rows) * size,
-                kv_len=len(cols) * size,
-                block_size=size,
-                keeps_all=bool(keeps_all),
-                mask_index=mask.mask_index,
-                by_query=build_table(full, partial),
-                by_key=build_table(full.transposed(), partial.transposed()),
-                tile_runs=tile_runs,
-                tile_bits=tile_bits,
-            )
-        )
-    return with_coarse(replace(_stack_masks(single), keeps_all=bool(keeps_all)))
-
-
-def _cut_tiles(mask: BlockMask, tiles: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """(tiles, and how far their second half is from the first): where the last block row is cut off, a copy of each tile whose rows
-    past the last query, which may hold anything, keep nothing."""
-    cut = mask.q_len % mask.block_size
-    if not cut:
-        return tiles, 0
-    copies = tiles.clone()
-    copies[:, cut:] = 0
-    return torch.cat([tiles, copies]), len(tiles)
+        tile = table.tile_idx.numpy()[entry]
+        last = whole_row == mask.grid.q_blocks - 1
+        numbers = np.where(last, _pool_tiles(of_last, kind * last, tile, pool), _pool_tiles(mask.tiles, kind * ~last, tile, pool))
+        single.append(from_entries(grid, Entries(row, col, numbers).without_empty(), pool))
+    # Nothing is derived from a rank's mask.
+    return with_coarse(replace(_stack_masks(single), mask_index=mask.mask_index, from_host=False, document_order=False))
 
 
 def with_coarse(mask: BlockMask) -> BlockMask:

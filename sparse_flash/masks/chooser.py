@@ -77,7 +77,7 @@ class Chooser(Pattern):
                 "its other arguments, such as floor=0.01"
             )
         if self.keep is not None:
-            set_fields(self, keep=_check_keep(name, self.keep))
+            set_fields(self, keep=check_keep(self.keep, f"{name}: keep"))
         if self.reduce not in (None, "max", "mean"):
             raise ValueError(f"{name}: reduce must be 'max' or 'mean'; got {self.reduce!r}")
         if not (self.share_group is None or isinstance(self.share_group, bool)):  # 1 would be written as another text
@@ -131,16 +131,17 @@ class Chooser(Pattern):
         raise ValueError(f"~{short_text(self)}: what a chooser leaves out is no mask; write the expression without ~")
 
 
-def _check_keep(name: str, keep: object) -> int | float:
+def check_keep(keep: object, what: str = "keep") -> int | float:
+    """``keep`` as a number of blocks or as a share. Raises TypeError or ValueError for other values. what: the error's subject."""
     if isinstance(keep, (bool, np.bool_)) or not isinstance(keep, (Real, np.integer, np.floating)):
-        raise ValueError(f"{name}: keep must be an int, blocks a row, or a float, a share of them; got {keep!r}")
+        raise TypeError(f"{what} must be an int, blocks a row, or a float, a share of them; got {keep!r}")
     if isinstance(keep, (int, np.integer)):
         if keep < 1:
-            raise ValueError(f"{name}: keep must be at least one block a row; got {keep}")
+            raise ValueError(f"{what} must be at least one block a row; got {keep}")
         return int(keep)
     share = float(keep)
     if not 0 < share <= 1:
-        raise ValueError(f"{name}: keep as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
+        raise ValueError(f"{what} as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
     return share
 
 

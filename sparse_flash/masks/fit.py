@@ -56,16 +56,12 @@ def named_len(pattern: Pattern, default: int) -> int:
 
 
 @constant_in_graphs
+@cached_until_cleared(maxsize=256)
 def check_known_end(pattern: Pattern | str) -> None:
     """Raises ValueError for a pattern that counts tokens from the end, beside lengths in tensors."""
-    for leaf in _leaves_of(pattern):
+    for leaf in (parse(pattern) if isinstance(pattern, str) else pattern).leaves():
         if leaf.bind_length(0) != leaf:
             raise unknown_end_error(leaf)
-
-
-@cached_until_cleared(maxsize=256)
-def _leaves_of(pattern: Pattern | str) -> tuple[Pattern, ...]:
-    return tuple((parse(pattern) if isinstance(pattern, str) else pattern).leaves())
 
 
 def unknown_end_error(pattern: Pattern) -> ValueError:

@@ -5,7 +5,8 @@ Source: torch.nn.attention.flex_attention.BlockMask, whose docstring defines the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import product
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -81,17 +82,25 @@ def from_mask_mod(
     for name, count in (("batch", batch), ("heads", heads)):
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"{name} must be a positive integer, or None for one mask of all; got {count!r}")
-    grid, shape = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size), (batch or 1, heads or 1)
-    pool = TilePool(block_size)
-    stored: dict[bytes, BlockMask] = {}
+    grid, (batch, heads) = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size), (batch or 1, heads or 1)
+    pool, device = TilePool(block_size), torch.device(device or "cpu")
+    by_batch, by_head = (_depends_on(argument, mask_mod, device) for argument in range(2))
+    distinct = list(product(range(batch if by_batch else 1), range(heads if by_head else 1)))
+    blocks, tiles_of = grid.q_blocks * grid.kv_blocks, _Rule(mask_mod, grid, device, pool)
     masks: dict[tuple[int, int], BlockMask] = {}
-    device = torch.device(device or "cpu")
-    for served, entries in _evaluate_mask_mod(mask_mod, grid, shape, device, pool, progress):
-        mask = from_entries(grid, entries, pool)
-        mask = stored.setdefault(mask.digest, mask)
-        for b, h in served:
-            masks[b, h] = mask
-    return from_heads([masks[b, h] for b in range(shape[0]) for h in range(shape[1])], *shape).to(device)
+    stored: dict[bytes, BlockMask] = {}
+    text, pairs = f"looking at {_name(mask_mod)}: {blocks * len(distinct):,} blocks", blocks * block_size**2 * len(distinct)
+    with progress_bar(text, pairs, progress) as advance:
+        for b, h in distinct:
+            parts = []
+            for part in dense_batches(blocks, block_size):
+                rows, cols = np.divmod(np.arange(part.start, part.stop), grid.kv_blocks)
+                parts.append(Entries(rows, cols, tiles_of(b, h, rows, cols)).without_empty())
+                advance(len(rows) * block_size**2)
+            mask = from_entries(grid, Entries.join(parts), pool)
+            masks[b, h] = stored.setdefault(mask.digest, mask)
+    each = [masks[b * by_batch, h * by_head] for b, h in product(range(batch), range(heads))]
+    return from_heads(each, batch, heads).to(device)
 
 
 def keeps_listed_blocks(mask: FlexMask) -> bool:
@@ -157,27 +166,6 @@ def _read_listed(count: torch.Tensor, indices: torch.Tensor) -> tuple[np.ndarray
     listed = torch.arange(indices.shape[1], device=indices.device) < count[:, None]
     rows = listed.nonzero()[:, 0].cpu().numpy().astype(np.int64)
     return rows, indices[listed].cpu().numpy().astype(np.int64)
-
-
-def _evaluate_mask_mod(
-    mask_mod: MaskFunction, grid: BlockGrid, shape: tuple[int, int], device: torch.device, pool: TilePool, progress: bool | None
-) -> Iterator[tuple[list[tuple[int, int]], Entries]]:
-    """Each distinct mask of a token rule, as (the (batch entry, head) pairs that it serves, its kept blocks). Evaluates every pair,
-    some blocks at a time. shape: (batch, heads)."""
-    by_batch, by_head = (_depends_on(argument, mask_mod, device) for argument in range(2))
-    tiles_of = _Rule(mask_mod, grid, device, pool)
-    count = grid.q_blocks * grid.kv_blocks
-    evaluated = [(b, h) for b in range(shape[0] if by_batch else 1) for h in range(shape[1] if by_head else 1)]
-    pairs = count * grid.block_size**2 * len(evaluated)
-    with progress_bar(f"looking at {_name(mask_mod)}: {count * len(evaluated):,} blocks", pairs, progress) as advance:
-        for b, h in evaluated:
-            parts = []
-            for part in dense_batches(count, grid.block_size):
-                rows, cols = np.divmod(np.arange(part.start, part.stop), grid.kv_blocks)
-                parts.append(Entries(rows, cols, tiles_of(b, h, rows, cols)).without_empty())
-                advance(len(rows) * grid.block_size**2)
-            served = [(i, j) for i in ([b] if by_batch else range(shape[0])) for j in ([h] if by_head else range(shape[1]))]
-            yield served, Entries.join(parts)
 
 
 class _Rule:

@@ -174,12 +174,10 @@ def _compile_each(
                 raise ValueError(f"{name} got {length}={given} and a mask of {own}; leave {length} out, or compile the mask for it")
         q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
         device = device or first.device
-    cache: dict[object, BlockMask] = {}
     keys = [item if isinstance(item, (Pattern, str)) else id(item) for item in masks]
-    for key, item in zip(keys, masks, strict=True):
-        if key not in cache:
-            cache[key] = as_block_mask(item, q_len=q_len, kv_len=kv_len, block_size=block_size).to("cpu")
-    return [cache[key] for key in keys], device or "cpu"
+    distinct = dict(zip(keys, masks, strict=True))
+    compiled = {key: as_block_mask(item, q_len, kv_len, block_size).to("cpu") for key, item in distinct.items()}
+    return [compiled[key] for key in keys], device or "cpu"
 
 
 def tall(self: BlockMask) -> KernelTables | None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from ..compat.constants import constant_in_graphs
-from . import spec
 from .memory import cached_until_cleared
 from .pattern import And, Or, Pattern
 from .registry import pattern_class, suggest_names
+from .spec import SpecError, split_tokens
 
+# Readers and writers call themselves for each level, and deeper text would reach Python's limit on calls.
+MOST_NESTED = 100
 _LAYOUT_WORD = re.compile(r"(?<![\w.])layout(?![\w.])(?!\s*[=(])")
+_CONSTANTS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
 def parse(text: str) -> Pattern:
@@ -20,7 +26,11 @@ def parse(text: str) -> Pattern:
 
     Raises ``SpecError`` (a ValueError) that points at the column.
     """
-    return _build_pattern(spec.read(text), text)
+    if not isinstance(text, str):
+        raise TypeError(f"a pattern spec must be a string; got {type(text).__name__}")
+    reader = _Reader(text)
+    pattern = reader.expression()
+    return pattern if reader.accept("end") else reader.fail("'&', '|' or the end of the spec")
 
 
 Pattern.from_spec = staticmethod(parse)
@@ -56,44 +66,142 @@ def text_of(pattern: Pattern | str) -> str | None:
         return None
 
 
-def _build_pattern(tree: spec.Tree, text: str) -> Pattern:
-    if isinstance(tree, spec.Operation):
-        operands = [_build_pattern(operand, text) for operand in tree.operands]
-        return ~operands[0] if tree.symbol == "~" else {"&": And, "|": Or}[tree.symbol].of(*operands)
-    try:
-        cls = pattern_class(tree.name)
-    except ValueError as error:
-        raise spec.SpecError(str(error), text, tree.column) from None
-    positional = [_build_value(value, text) for value in tree.positional]
-    keyword = {name: _build_value(value, text) for name, value in tree.keyword.items()}
-    try:
-        return cls(*positional, **keyword)
-    except (TypeError, ValueError) as error:
-        raise spec.SpecError(_argument_refusal(cls, tree) or str(error), text, tree.column) from error
+class _Reader:
+    """Reads the tokens of spec text in order; a method for each rule of the notation (see ``spec``)."""
+
+    def __init__(self, text: str):
+        self.text, self.tokens, self.next, self.nested = text, split_tokens(text), 0, 0
+
+    def fail(self, expected: str) -> NoReturn:
+        kind, value, column = self.tokens[self.next]
+        raise SpecError(f"expected {expected}, got {value if kind == 'end' else repr(value)}", self.text, column)
+
+    def accept(self, kind: str, value: str | None = None) -> tuple[str, int] | None:
+        token_kind, token, column = self.tokens[self.next]
+        if token_kind != kind or (value is not None and token != value):
+            return None
+        self.next += 1
+        return token, column
+
+    @contextmanager
+    def one_deeper(self, mark: str, column: int) -> Iterator[None]:
+        self.nested += 1
+        if self.nested > MOST_NESTED:
+            raise SpecError(
+                f"{mark!r} is nested more than {MOST_NESTED} deep; leave out what changes nothing, such as '~~' and '((', or "
+                "combine patterns with & | ~ in Python",
+                self.text,
+                column,
+            )
+        yield
+        self.nested -= 1
+
+    def expression(self) -> Pattern:
+        return self.chain("|", Or.of, lambda: self.chain("&", And.of, self.factor))
+
+    def chain(self, symbol: str, combine: Callable[..., Pattern], operand: Callable[[], Pattern]) -> Pattern:
+        operands = [operand()]
+        while self.accept("mark", symbol):
+            operands.append(operand())
+        return operands[0] if len(operands) == 1 else combine(*operands)
+
+    def factor(self) -> Pattern:
+        if mark := self.accept("mark", "~"):
+            with self.one_deeper(*mark):
+                return ~self.factor()
+        if mark := self.accept("mark", "("):
+            with self.one_deeper(*mark):
+                inner = self.expression()
+            return inner if self.accept("mark", ")") else self.fail("')'")
+        if name := self.accept("name"):
+            return self.call(*name)
+        return self.fail("a pattern name, '~' or '('")
+
+    def call(self, name: str, column: int) -> Pattern:
+        positional: list[Any] = []
+        keyword: dict[str, Any] = {}
+        if self.accept("mark", "("):
+            self.items(")", lambda: self.argument(positional, keyword))
+        try:
+            cls = pattern_class(name)
+        except ValueError as error:
+            raise SpecError(str(error), self.text, column) from None
+        try:
+            return cls(*positional, **keyword)
+        except (TypeError, ValueError) as error:
+            message = _argument_refusal(cls, name, positional, keyword) or str(error)
+            raise SpecError(message, self.text, column) from error
+
+    def items(self, closing: str, read_item: Callable[[], None]) -> None:
+        """Reads items between commas, and the mark that closes them."""
+        while not self.accept("mark", closing):
+            read_item()
+            if not self.accept("mark", ",") and self.tokens[self.next][:2] != ("mark", closing):
+                self.fail(f"',' or {closing!r}")
+
+    def argument(self, positional: list[Any], keyword: dict[str, Any]) -> None:
+        kind, token, column = self.tokens[self.next]
+        if kind == "name" and self.tokens[self.next + 1][1] == "=":
+            self.next += 2
+            if token in keyword:
+                raise SpecError(f"argument {token!r} is given twice", self.text, column)
+            keyword[token] = self.value()
+        elif keyword:
+            raise SpecError("a positional argument after a named one", self.text, column)
+        else:
+            positional.append(self.value())
+
+    def is_expression(self) -> bool:
+        """Whether the next value is an expression: a name, perhaps after '~' and '('."""
+        at = self.next
+        while self.tokens[at][:2] in (("mark", "~"), ("mark", "(")):
+            at += 1
+        return self.tokens[at][0] == "name" and self.tokens[at][1] not in _CONSTANTS
+
+    def value(self) -> Any:
+        kind, token, column = self.tokens[self.next]
+        if self.is_expression():
+            with self.one_deeper(token, column):
+                return self.expression()
+        self.next += 1
+        if kind == "name":
+            return _CONSTANTS[token]
+        if kind in ("number", "string"):
+            try:
+                return _read_number(token) if kind == "number" else ast.literal_eval(token)
+            except (SyntaxError, ValueError):
+                raise SpecError(f"cannot read {token!r} as a {kind}", self.text, column) from None
+        if token in ("(", "["):
+            values: list[Any] = []
+            with self.one_deeper(token, column):
+                self.items(")" if token == "(" else "]", lambda: values.append(self.value()))
+            return tuple(values)
+        self.next -= 1
+        return self.fail("a number, a string, True, False, None, a pattern or a tuple of them")
 
 
-def _build_value(value: spec.Value, text: str) -> Any:
-    """A value of spec text with its expressions made into patterns."""
-    if isinstance(value, tuple):
-        return tuple(_build_value(one, text) for one in value)
-    return _build_pattern(value, text) if isinstance(value, spec.Tree) else value
+def _read_number(text: str) -> int | float:
+    """Returns the number. Raises ValueError for what Python would not read either. torch.compile can trace this."""
+    digits = text.lstrip("-")
+    if not digits.replace("_", "").isdigit():
+        return float(text)
+    if digits.startswith("0") and digits.strip("0_"):
+        raise ValueError(f"{text} has a leading 0")
+    return int(text)
 
 
-def _argument_refusal(cls: type[Pattern], tree: spec.PatternCall) -> str | None:
+def _argument_refusal(cls: type[Pattern], name: str, positional: list[Any], keyword: dict[str, Any]) -> str | None:
     """Says what is wrong with the arguments' names or number; None if nothing is."""
     signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
     named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for name in tree.keyword:
-        if not (takes_any or name in named):
-            return f"{_format_signature(tree.name, signature)}: unknown argument {name!r}; {suggest_names(name, named)}"
+    # The signature without the limits of its fields.
+    shown = name + re.sub(r"(?:typing\.)?Annotated\[(\w+), [^]]*\]", r"\1", str(signature))
+    for argument in keyword:
+        if not (takes_any or argument in named):
+            return f"{shown}: unknown argument {argument!r}; {suggest_names(argument, named)}"
     try:
-        signature.bind(*tree.positional, **tree.keyword)
+        signature.bind(*positional, **keyword)
     except TypeError as error:
-        return f"{_format_signature(tree.name, signature)}: {error}"
+        return f"{shown}: {error}"
     return None
-
-
-def _format_signature(name: str, signature: inspect.Signature) -> str:
-    """A call's signature without the limits of its fields."""
-    return name + re.sub(r"(?:typing\.)?Annotated\[(\w+), [^]]*\]", r"\1", str(signature))

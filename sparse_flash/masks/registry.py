@@ -100,8 +100,9 @@ def pattern_class(name: str) -> type[Pattern]:
             "FRAMESxHEIGHTxWIDTH on the command line; elsewhere write video_layout(frames, height, width)"
         )
     if name not in _registry:
-        own = "one of your own: import the file that registers it, on the command line by --import FILE"
-        raise ValueError(f"unknown pattern {name!r}; {suggest_names(name, sorted(_registry))}; {own}")
+        hint = suggest_names(name, sorted(_registry))
+        own = "For one of your own, import the file that registers it, on the command line by --import FILE"
+        raise ValueError(f"unknown pattern {name!r}; {hint}{'' if hint.endswith('?') else '.'} {own}")
     return _registry[name]
 
 

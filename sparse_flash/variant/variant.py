@@ -210,7 +210,7 @@ def build_variant(
     Raises ValueError or TypeError. Draws the dropout seed from PyTorch's generator, on q's device, without synchronizing.
     """
     given: dict[str, Any] = {
-        name: _check_length(name, value, q, (q if name.startswith("q") else k).shape[2])
+        name: check_lengths(name, value, q, (q if name.startswith("q") else k).shape[2])
         for name, value in lengths.items()
         if value is not None
     }
@@ -322,7 +322,8 @@ def check_counts(**counts: object) -> None:
             raise ValueError(f"{name} must be an integer of at least 1; got {count!r}")
 
 
-def _check_length(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) -> torch.Tensor:
+def check_lengths(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Lengths or starts of sequences, (batch,), in int32: see ``int32_lengths``. Raises TypeError or ValueError for others."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of shape (batch,) on q's device; got {type(value).__name__}")
     if tuple(value.shape) != (q.shape[0],) or value.dtype not in (torch.int32, torch.int64):

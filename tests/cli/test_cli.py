@@ -79,7 +79,7 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
         (("explain", "causal", "--video", "5x16x16"), "spec must say where the layout of the video goes"),
         (
             ("bench", "ring(4)", "--quick"),
-            "one of your own: import the file that registers it, on the command line by --import FILE",
+            "For one of your own, import the file that registers it, on the command line by --import FILE",
         ),
         (("explain", "causal", "--dtype", "int8"), "dtype must be one of bf16, fp16, fp32; got 'int8'"),
         (("bench", "causal", "--dtype", "fp8"), "dtype must be one of bf16, fp16, fp32; got 'fp8'"),

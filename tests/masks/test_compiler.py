@@ -237,25 +237,6 @@ def test_class_with_a_block_rule_alone_compiles_alone_and_with_others(as_bool):
     np.testing.assert_array_equal(both.to_dense().numpy(), strategies.dense(sf.local(9), n, n) & ~checkers)
 
 
-def test_block_rule_of_the_wrong_shape_type_or_states_is_refused():
-    @dataclass(frozen=True)
-    class Wrong(sf.Pattern):
-        kind: str
-
-        def block_rule(self, grid):
-            if self.kind == "shape":
-                return scipy.sparse.csr_array((3, 3), dtype=np.int8)
-            return np.ones(grid.shape) if self.kind == "dense" else scipy.sparse.csr_array(np.full(grid.shape, 3))
-
-    for kind, message in (
-        ("shape", r"must return a scipy.sparse matrix of shape \(4, 4\); got csr_array of shape \(3, 3\)"),
-        ("dense", r"must return a scipy.sparse matrix of shape \(4, 4\); got ndarray of shape \(4, 4\)"),
-        ("states", r"0 \(empty\), 1 \(partial\) or 2 \(full\); got 3"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            sf.compile_mask(Wrong(kind), 64, block_size=16)
-
-
 @pytest.mark.parametrize(
     "base, rule, message",
     [
@@ -279,6 +260,9 @@ def test_block_rule_of_the_wrong_shape_type_or_states_is_refused():
         (sf.DistancePattern, {"distance_rule": lambda self, d: d == 0}, "Wrong is a pattern of units and has no block.*block: int"),
         (sf.UnitPattern, {"block": 0, "unit_rule": lambda self, i, j: i == j}, "block must be an integer of at least 1; got 0"),
         (sf.UnitPattern, {"block": 16.0, "unit_rule": lambda self, i, j: i == j}, r"block must be an integer .*; got 16\.0"),
+        (sf.Pattern, {"block_rule": lambda self, grid: scipy.sparse.csr_array((3, 3))}, r"got csr_array of shape \(3, 3\)"),
+        (sf.Pattern, {"block_rule": lambda self, grid: np.ones((1, 1))}, r"scipy.sparse matrix of shape \(1, 1\); got ndarray of"),
+        (sf.Pattern, {"block_rule": lambda self, grid: scipy.sparse.csr_array([[3]])}, r"\(partial\) or 2 \(full\); got 3"),
     ],
 )
 def test_a_class_without_its_rule_or_unit_and_a_rule_of_another_form_are_one_clear_error(base, rule, message):

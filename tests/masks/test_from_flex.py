@@ -200,23 +200,6 @@ sys.exit(4)
     assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0
 
 
-def test_a_function_of_another_kind_is_refused_with_the_way_out():
-    def branching(b, h, q, kv):
-        return q >= kv if q > 3 else q == kv
-
-    for rule, error, said in (
-        ("causal", TypeError, "must be a function"),
-        (branching, ValueError, r"branching raised: .*torch.where"),
-        (lambda b, h, q, kv: q - kv, TypeError, "must return a bool tensor; <lambda> returned torch.int64"),
-        (lambda b, h, q, kv: True, TypeError, "returned bool"),
-        (lambda q, kv: q >= kv, TypeError, r"a function of \(b, h, q_idx, kv_idx\); got one of \(q, kv\).*from_mask_fn"),
-    ):
-        with pytest.raises(error, match=said):
-            sf.BlockMask.from_mask_mod(rule, None, None, 64)
-    with pytest.raises(ValueError, match="heads must be a positive integer"):
-        sf.BlockMask.from_mask_mod(causal, None, 0, 64)
-
-
 @pytest.mark.parametrize("rule, batch, heads", [(window, None, None), (by_head, 2, 4)])
 def test_a_flex_mask_passed_as_the_mask_is_read_once_and_goes_with_it(rule, batch, heads):
     q, k, v = torch.randn(2, 4, 300, 16), *torch.randn(2, 2, 2, 300, 16)

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_block_mask import decoded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_flash as sf
 from sparse_flash.masks import tall
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.table import KernelTables
-from sparse_flash.masks.tiles import unpack_bits, unpack_runs
 
 SHAPES = {
     "causal": [(1000, 1000), (384, 384), (128, 128), (64, 900), (900, 64), (192, 192), (193, 193), (320, 320)],
@@ -30,23 +30,12 @@ SHAPES = {
 
 
 def pairs_of(rows: KernelTables, q_len: int, kv_len: int) -> np.ndarray:
-    """(q_len, kv_len) bool; every block that is listed keeps something, and none is listed twice."""
-    table, column = rows.by_query, np.arange(rows.block_size)
-    kept = np.zeros((-(-q_len // 192), 192, -(-kv_len // 128), 128), bool)
-    for row in range(len(kept)):
-        begin, end = table.row_ptr[0, row : row + 2].tolist()
-        runs, bits = table.row_split[0, row].tolist()
-        for entry in range(begin, end):
-            tile, block = int(table.tile_idx[entry]), np.ones((192, 128), bool)
-            if entry >= bits:
-                block = unpack_bits(rows.tiles[1][tile : tile + 1].numpy(), 128)[0]
-            elif entry >= runs:
-                first, stop = unpack_runs(rows.tiles[0][tile].numpy())
-                block = (column >= first[:, None]) & (column < stop[:, None])
-            place = kept[row, :, int(table.col_idx[entry])]
-            assert block.any() and (entry < runs or not block.all()) and not place.any()
-            place[:] = block
-    return kept.reshape(-1, kept.shape[2] * 128)[:q_len, :kv_len]
+    """(q_len, kv_len) bool."""
+    shape = -(-q_len // 192), -(-kv_len // 128)
+    kept = np.zeros((shape[0], 192, shape[1], 128), bool)
+    for (row, col), block in decoded(rows, 0, rows.by_query, *shape).items():
+        kept[row, :, col] = block
+    return kept.reshape(-1, shape[1] * 128)[:q_len, :kv_len]
 
 
 @pytest.mark.parametrize("spec, q_len, kv_len", [(spec, *shape) for spec, shapes in SHAPES.items() for shape in shapes])

@@ -97,19 +97,6 @@ def test_the_patterns_of_heads_fit_one_by_one_and_an_error_names_the_head():
         sf.attention(*[torch.zeros(1, 2, 84, 8)] * 3, sf.per_head([part, GRID]) | "sinks(3)")
 
 
-def test_a_pattern_that_starts_past_the_sequence_is_an_error_with_both_lengths():
-    said = r"local\(5\) must start within the sequence; the sequence has 37 tokens, the pattern starts at 40; shift it by fewer"
-    with pytest.raises(ValueError, match=said):
-        sf.compile_mask("shifted(local(5), 40)", 37)
-    sf.compile_mask("shifted(local(5), 40, allow_uncovered=True)", 37)
-
-
-def test_an_error_shortens_a_long_expression_and_shows_that_it_did():
-    mask = "last_tokens(5) | global_tokens(10) | shifted(neighborhood((8, 8), 3), 10)"
-    with pytest.raises(ValueError, match=r"^last_tokens\(5\) \| global.{20,40}\.\.\. must say what each query keeps"):
-        sf.compile_mask(mask, 100)
-
-
 @pytest.mark.parametrize("kind", [np.arange, torch.arange])
 @pytest.mark.parametrize("call", ["varlen", "decode"])
 def test_data_shorter_than_a_length_rounded_up_are_an_error_that_names_function_and_length(call, kind):
