@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import and_masks, causal_mask_function  # noqa: E402
 
 from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
-from sparse_flash.integrations.transformers.masks import create_model_mask  # noqa: E402
+from sparse_flash.integrations.transformers.model_mask import create_model_mask  # noqa: E402
 
 TOKENS, WORDS = 150, 97
 SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E40
 from transformers.masking_utils import eager_mask  # noqa: E402
 
 from sparse_flash.integrations.transformers import use_sparse_flash, write_masks  # noqa: E402
-from sparse_flash.integrations.transformers.limits import restrict_mask  # noqa: E402
+from sparse_flash.integrations.transformers.model_mask import restrict_mask  # noqa: E402
 from sparse_flash.masks.chooser import choices_of  # noqa: E402
 from sparse_flash.masks.registry import _registry  # noqa: E402
 
@@ -157,7 +157,7 @@ def test_a_prompt_in_chunks_of_whole_blocks_is_the_prompt_at_once(name, spec, ca
 
 def test_patterns_keep_their_positions_where_a_cache_has_dropped_keys():
     spec = "causal & (pooled(keep=1) | sinks(50) | block_diagonal(block=32) | last_tokens(5))"
-    (choice,) = choices_of(restrict_mask(spec, ("local(100)",), 43, 43))
+    (choice,) = choices_of(restrict_mask(spec, ("local(100)",), 43))
     assert str(choice.within) == "causal & local(100)" and [str(one) for one in choice.choosers] == ["pooled(keep=1)"]
     whole = sf.compile_mask("sinks(50) | block_diagonal(block=32) | last_tokens(5)", 300).to_dense()
     assert torch.equal(sf.compile_mask(choice.always, 120, 300 - 43).to_dense(), whole[..., -120:, 43:])
