@@ -31,12 +31,11 @@ from ...backends import check_name
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
 from ..models import MaskRecord, count_causal, describe_layer, record_layers, unswitched_error
-from . import given_masks
 from .attend import NAME, PREVIOUS, SETTINGS, LayerSettings, attend_layer
 from .by_token import check_acts_by_token
-from .given_masks import OWN
+from .given_masks import OWN, is_decoder, keep_in_adapters, keep_masks, looks_ahead, read_masks, saved_records, warn_of_difference
 from .given_masks import write_masks as write_masks
-from .layers import find_other_attention, find_self_attention, find_tower, unwrap_model
+from .layers import find_self_attention, find_tower, takes_interface, unwrap_model
 from .model_mask import create_model_mask, depends_on_position
 from .sharing import find_plan, shard_arguments
 
@@ -123,28 +122,17 @@ def use_sparse_flash(
     part = find_tower(model)
     layers = find_self_attention(part)
     restores = mask is None and per_layer is None
-    saved = given_masks.find_saved_masks(model, mask, sorted(layers)) if per_layer is None else None
-    if saved is not None:
-        mask, bidirectional = saved.layers, bidirectional or saved.bidirectional
-        dense_below = saved.dense_below if dense_below is None else dense_below
-        dense_last = saved.dense_last if dense_last is None else dense_last
-    masks, choices = given_masks.split_choices(
-        given_masks.assign_masks(mask, per_layer, sorted(layers)), dense_below, dense_layers, dense_last
-    )
-    given_masks.check_heads(masks, layers, "" if saved is None else f" in {saved.name}")
-    ahead = given_masks.check_future(
-        masks, [number for number, layer in layers.items() if given_masks.is_decoder(layer)], bidirectional
-    )
-    plan = find_plan(masks)
+    given = read_masks(model, layers, mask, per_layer, bidirectional, dense_below, dense_layers, dense_last)
+    plan = find_plan(given.layers)
     if plan is not None:
         check_acts_by_token(model, layers.values(), plan.q_len, tokenwise)
     if precision is not None and plan is not None:
         raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
     if not restores and not any(hasattr(layer, SETTINGS) for layer in layers.values()):
-        given_masks.warn_of_difference(model, masks)  # of a model that was just loaded
+        warn_of_difference(model, given.layers)  # of a model that was just loaded
     _switch(model, part, layers.values())
     for number, layer in layers.items():
-        one, choice = OWN if plan is not None else masks[number], choices.get(number)
+        one, choice, ahead = OWN if plan else given.layers[number], given.choices.get(number), given.ahead[number]
         settings = LayerSettings(
             one,
             backend,
@@ -152,9 +140,9 @@ def use_sparse_flash(
             precision,
             needs_positions=one != OWN and depends_on_position(one),
             packed=packed,
-            refuses_causal=ahead[number] and not bidirectional,
-            within_causal=one != OWN and not ahead[number],
-            plan=None if plan is None else masks[number],
+            refuses_causal=ahead and not given.bidirectional,
+            within_causal=one != OWN and not ahead,
+            plan=given.layers[number] if plan else None,
         )
         if choice is not None:
             dense = settings._replace(mask=choice.dense, needs_positions=depends_on_position(choice.dense))
@@ -169,8 +157,7 @@ def use_sparse_flash(
         model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
     if plan is not None or hasattr(model, _PLAN):
         setattr(model, _PLAN, plan)
-    given_masks.keep_in_config(model.config, masks, choices, bidirectional)
-    given_masks.keep_in_adapters(model, replaces=True)
+    keep_masks(model, given)
     return wrapped
 
 
@@ -180,7 +167,7 @@ def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | Sh
     part = find_tower(model)
     settings = {number: getattr(layer, SETTINGS, None) for number, layer in find_self_attention(part).items()}
     if _implementation(part) != NAME:
-        way_out = "), for the masks that it was saved with" if given_masks.saved_records(model) else ", mask)"
+        way_out = "), for the masks that it was saved with" if saved_records(model) else ", mask)"
         got = f"{type(model).__name__}, which runs {_implementation(part)!r}"
         raise unswitched_error(got, f"use_sparse_flash(model{way_out}")
     return {number: one.plan or one.mask for number, one in settings.items() if one is not None}
@@ -203,7 +190,7 @@ def record_masks(model: torch.nn.Module) -> Iterator[MaskRecord]:
         settings = getattr(module, SETTINGS)
         choice = settings.prompt_choice
         why = None if choice is None else choice.why_dense(attention_mask, query, key)
-        count_all = count_causal if given_masks.is_decoder(module) and not given_masks.looks_ahead(settings.mask) else mul
+        count_all = count_causal if is_decoder(module) and not looks_ahead(settings.mask) else mul
         with record.layer(number, "the model's own mask" if settings.mask == OWN else why, count_all):
             return attend(module, query, key, value, attention_mask, **options)
 
@@ -230,7 +217,7 @@ def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] |
 def _keep_in_adapters(model, *_) -> None:
     """Keeps the masks in a model's adapters before they are saved: all that save them ask for the state first."""
     switched = _implementation(find_tower(model)) == NAME and any(mask != OWN for mask in masks_of(model).values())
-    if switched and (name := given_masks.keep_in_adapters(model, replaces=False)) is not None:
+    if switched and (name := keep_in_adapters(model, replaces=False)) is not None:
         warnings.warn(
             f"adapter {name!r} does not hold the model's masks, and runs dense once it is loaded: the masks must have spec text, "
             "and the adapter's config a task_type, such as 'CAUSAL_LM'; or call write_masks(path, model), and "
@@ -257,7 +244,8 @@ def _switch(model, part, layers) -> None:
         model.config.attn_implementation = NAME
     switched = part if hasattr(part, "set_attn_implementation") else model
     before = _implementation(switched)
-    others = [(module, _implementation(module)) for module in find_other_attention(model, layers)]
+    chosen = set(map(id, layers))
+    others = [(one, _implementation(one)) for one in model.modules() if takes_interface(one) and id(one) not in chosen]
     switched.set_attn_implementation(NAME)
     unswitched = next((layer for layer in layers if _implementation(layer) != NAME), None)
     left = [(module, was) for module, was in others if _implementation(module) == NAME != was]

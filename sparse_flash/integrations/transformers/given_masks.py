@@ -21,7 +21,7 @@ from ...api.shared import SharedSequence
 from ...choosers.built_in import Scored
 from ...masks.block_mask import BlockMask
 from ...masks.cache import convert_foreign_mask
-from ...masks.chooser import HeadChoice, choices_of, has_choosers, is_causal, without_choosers
+from ...masks.chooser import HeadChoice, choices_of, has_choosers, is_causal, map_heads, without_choosers
 from ...masks.memory import cached_until_cleared
 from ...masks.parsing import parse, text_of
 from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerEntry, PerHead, short_text
@@ -38,7 +38,50 @@ _IMPLEMENTATION = "attn_implementation"  # beside it, if a user set it: Transfor
 _FORMAT = 1
 
 
-def assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
+class GivenMasks(NamedTuple):
+    """The checked masks of a model's layers, by number.
+
+    layers: the masks; "own" for the model's own, or one plan of several ranks. choices: of those that have a chooser. ahead: which
+    of them let queries see later keys. bidirectional: whether those of a decoder may.
+    """
+
+    layers: dict[int, Any]
+    choices: dict[int, PromptChoice]
+    ahead: dict[int, bool]
+    bidirectional: bool
+
+
+def read_masks(
+    model: Any, layers: Mapping[int, torch.nn.Module], mask: object, per_layer: object, bidirectional: bool,
+    dense_below: int | None, dense_layers: Any, dense_last: int | None
+) -> GivenMasks:  # fmt: skip
+    """Returns the masks that ``use_sparse_flash`` is called for, with these arguments: given ones, those of a file, or saved ones.
+    layers: the model's, by number. Raises ValueError or TypeError for masks and settings that do not fit them."""
+    numbers, source = sorted(layers), ""
+    if per_layer is None and (found := _find_record(model, mask)) is not None:
+        name, record = found
+        mask, source = _read_layers(name, record, numbers), f" in {name}"
+        bidirectional = bidirectional or bool(record.get("bidirectional"))
+        dense_below = record.get("dense_below") if dense_below is None else dense_below
+        dense_last = record.get("dense_last") if dense_last is None else dense_last
+    check_counts(dense_below=dense_below, dense_last=dense_last)
+    below, last = DENSE_BELOW if dense_below is None else dense_below, DENSE_LAST if dense_last is None else dense_last
+    masks = _assign_masks(mask, per_layer, numbers)
+    dense = check_layers(() if dense_layers is None else dense_layers, masks)
+    masks = {number: OWN if number in dense else one for number, one in masks.items()}
+    chosen = [number for number, one in masks.items() if one != OWN and has_choosers(one)]
+    if chosen and any(isinstance(one, SharedSequence) for one in masks.values()):
+        raise ValueError(
+            f"a ContextPlan must be the plan of all layers; got a chooser in layers {chosen}, and ranks choose no blocks by "
+            "content; make the plan of a pattern, or leave it out"
+        )
+    choices = {number: build_prompt_choice(masks[number], below, last) for number in chosen}
+    _check_heads(masks, layers, source)
+    ahead = _find_ahead(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
+    return GivenMasks(masks, choices, ahead, bidirectional)
+
+
+def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
     """Returns the checked mask of each layer; "own" for the model's own. numbers: of the layers. See ``use_sparse_flash``."""
     if per_layer is not None:
         if mask is not None:
@@ -58,7 +101,7 @@ def assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[in
                 f"mask must be one for all layers; got a {type(mask).__name__} of {len(mask)}, which layers and heads may both "
                 "fit; say per_layer=[...] for a mask per layer, or mask=sparse_flash.per_head([...]) for a mask per head"
             )
-        return assign_masks(None, mask, numbers)
+        return _assign_masks(None, mask, numbers)
     else:
         given = dict.fromkeys(numbers, mask)
     return {number: _normalize_mask(one) for number, one in given.items()}
@@ -76,7 +119,7 @@ def _normalize_mask(mask: object) -> object:
     return convert_foreign_mask(mask)
 
 
-def check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Module], source: str = "") -> None:
+def _check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Module], source: str) -> None:
     """Raises ValueError if a mask has another number of heads than its layer, as far as the layer or its config says it. source:
     where the masks are from, for the error."""
     for number, given in masks.items():
@@ -91,7 +134,7 @@ def check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Modul
             )
 
 
-def check_future(masks: Mapping[int, object], decoders: Iterable[int], bidirectional: bool) -> dict[int, bool]:
+def _find_ahead(masks: Mapping[int, object], decoders: Iterable[int], bidirectional: bool) -> dict[int, bool]:
     """Returns for each layer whether its mask looks ahead: lets queries see later keys. Raises ValueError if a layer in
     ``decoders`` looks ahead without ``bidirectional``, as it is to predict these tokens; and if no mask looks ahead with it."""
     known = {id(mask): looks_ahead(mask) for mask in {id(mask): mask for mask in masks.values()}.values()}
@@ -167,25 +210,6 @@ class PromptChoice(NamedTuple):
         return None
 
 
-def split_choices(
-    masks: Mapping[int, Any], dense_below: int | None, dense_layers: Any, dense_last: int | None
-) -> tuple[dict[int, Any], dict[int, PromptChoice]]:
-    """Returns (the mask of each layer, which is "own" for ``dense_layers``; the choice of each layer whose mask has a chooser).
-    Raises ValueError for specs that no model can follow, and for settings of the wrong kind."""
-    check_counts(dense_below=dense_below, dense_last=dense_last)
-    dense = check_layers(() if dense_layers is None else dense_layers, masks)
-    masks = {number: OWN if number in dense else mask for number, mask in masks.items()}
-    chosen = [number for number, mask in masks.items() if mask != OWN and has_choosers(mask)]
-    if chosen and any(isinstance(mask, SharedSequence) for mask in masks.values()):
-        raise ValueError(
-            f"a ContextPlan must be the plan of all layers; got a chooser in layers {chosen}, and ranks choose no blocks by "
-            "content; make the plan of a pattern, or leave it out"
-        )
-    below = DENSE_BELOW if dense_below is None else dense_below
-    last = DENSE_LAST if dense_last is None else dense_last
-    return masks, {number: build_prompt_choice(masks[number], below, last) for number in chosen}
-
-
 def check_counts(**counts: object) -> None:
     """Raises ValueError for numbers of tokens that are none. None passes."""
     for name, value in counts.items():
@@ -202,7 +226,7 @@ def build_prompt_choice(mask: Pattern | str, below: int, last: int) -> PromptCho
         raise ValueError(f"{mask} must choose by itself, as no model passes scores to scored; write a chooser, by register_chooser")
     patterns = [one for choice in choices for one in (choice.within, choice.always) if one is not None]
     return PromptChoice(
-        _join_heads([_expression(choice, last) for choice in choices]),
+        map_heads(mask, lambda choice: _join_last_tokens(choice, last)),
         without_choosers(mask),
         below,
         last,
@@ -210,26 +234,11 @@ def build_prompt_choice(mask: Pattern | str, below: int, last: int) -> PromptCho
     )
 
 
-def _expression(choice: HeadChoice, last: int) -> Pattern:
+def _join_last_tokens(choice: HeadChoice, last: int) -> Pattern:
     """Returns the expression of a head. Under causal its choosers are joined by the last tokens."""
     joined = last_tokens(last) if last and choice.choosers and is_causal(choice.within) else None
-    inner = [one for one in (*choice.choosers, choice.always, joined) if one is not None]
-    return Or.of(*inner) if choice.within is None else And.of(choice.within, Or.of(*inner))
-
-
-def _join_heads(patterns: list[Pattern]) -> Pattern | str:
-    one = patterns[0] if len(set(patterns)) == 1 else PerHead(tuple(patterns))
-    return text_of(one) or one
-
-
-class SavedMasks(NamedTuple):
-    """The masks of a record and their settings: see ``use_sparse_flash``. name: of the file, or of the config."""
-
-    name: str
-    layers: dict[int, str]
-    dense_below: int | None
-    dense_last: int | None
-    bidirectional: bool
+    inner = Or.of(*(one for one in (*choice.choosers, choice.always, joined) if one is not None))
+    return inner if choice.within is None else And.of(choice.within, inner)
 
 
 def saved_records(model: Any) -> dict[str, Any]:
@@ -267,17 +276,17 @@ def keep_in_adapters(model: Any, replaces: bool) -> str | None:
     return refused
 
 
-def find_saved_masks(model: Any, mask: object, numbers: list[int]) -> SavedMasks | None:
-    """Returns what a call without a mask or with a file's name asks for; None for any other mask. numbers: of the layers."""
+def _find_record(model: Any, mask: object) -> tuple[str, Any] | None:
+    """Returns the name and the record of what a call without a mask or with a file's name asks for; None for any other mask."""
     if mask is None and (found := saved_records(model)):
         (name, record), *others = found.items()
         if unlike := [other for other, one in others if one != record]:
             raise ValueError(f"adapters must have been saved with the same masks; {name} and {unlike[0]} were not; pass a mask")
-        return _parse_record(record, name, numbers)
+        return name, record
     if not (isinstance(mask, PathLike) or (isinstance(mask, str) and mask.endswith(".json"))):
         return None
     try:
-        record = json.loads(Path(mask).read_text(encoding="utf-8"))
+        return str(mask), json.loads(Path(mask).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(
             f"mask must be a spec or a JSON file of masks; got {mask}, which does not exist; call write_masks to make it"
@@ -286,10 +295,10 @@ def find_saved_masks(model: Any, mask: object, numbers: list[int]) -> SavedMasks
         raise ValueError(
             f"{mask} must be a JSON file of masks, as write_masks makes them; got other text, or a part of one: {error}"
         ) from None
-    return _parse_record(record, str(mask), numbers)
 
 
-def _parse_record(record: object, name: str, numbers: list[int]) -> SavedMasks:
+def _read_layers(name: str, record: object, numbers: list[int]) -> dict[int, str]:
+    """Returns the masks of a record by layer. name: of the record. Raises ValueError if its layers are not these numbers."""
     if not isinstance(record, dict) or record.get("format") != _FORMAT or not isinstance(record.get("layers"), dict):
         found = f"format {record.get('format')!r}" if isinstance(record, dict) else type(record).__name__
         raise ValueError(
@@ -308,7 +317,7 @@ def _parse_record(record: object, name: str, numbers: list[int]) -> SavedMasks:
             f"{name} must have the layers of the model, {numbers[0]} to {numbers[-1]}; missing: {missing}; not in the model: "
             f"{others}; make a file for this model by write_masks, or pass a mapping for some of its layers"
         )
-    return SavedMasks(name, layers, record.get("dense_below"), record.get("dense_last"), bool(record.get("bidirectional")))
+    return layers
 
 
 def write_masks(
@@ -359,16 +368,17 @@ def warn_of_difference(model: Any, masks: Mapping[int, Any]) -> None:
             break
 
 
-def keep_in_config(config: Any, masks: Mapping[int, Any], choices: Mapping[int, PromptChoice], bidirectional: bool) -> None:
-    """Keeps the masks in a model's config, or nothing if they have no text, or are all the model's own."""
-    one = next(iter(choices.values()), None)
+def keep_masks(model: Any, given: GivenMasks) -> None:
+    """Keeps the masks in the configs of a model and its adapters, or nothing if they have no text, or are all the model's own."""
+    one, config = next(iter(given.choices.values()), None), model.config
     settings = {} if one is None else {"dense_below": one.dense_below, "dense_last": one.dense_last}
-    record = _record_of(masks, {**settings, "bidirectional": bidirectional or None})
+    record = _record_of(given.layers, {**settings, "bidirectional": given.bidirectional or None})
     if record is not None and set(record["layers"].values()) != {OWN}:
         setattr(config, CONFIG_KEY, record)
     else:
         for name in {CONFIG_KEY, _IMPLEMENTATION} & set(vars(config)):
             delattr(config, name)
+    keep_in_adapters(model, replaces=True)
 
 
 def _record_of(masks: Mapping[int, Any], settings: dict[str, Any]) -> dict[str, Any] | None:

@@ -75,12 +75,6 @@ def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     return dict(sorted(zip(numbers, found, strict=True)))
 
 
-def find_other_attention(model: torch.nn.Module, layers) -> list[torch.nn.Module]:
-    """Returns the modules that call the interface and are not in ``layers``."""
-    chosen = set(map(id, layers))
-    return [module for module in model.modules() if takes_interface(module) and id(module) not in chosen]
-
-
 def _is_attention(module: torch.nn.Module) -> bool:
     return hasattr(module, "is_causal") and getattr(module, "layer_idx", None) is not None
 
