@@ -114,6 +114,9 @@ DECODERS = {
     "smollm3": {},
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
 }
+# The default cache of most keeps window - 1 tokens of some layers. Of the last three, two share keys among layers, and GPT-2 reads
+# the mask of a static cache.
+WINDOWS = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen2", "cohere2", "llama4_text", "gemma3n_text", "gemma4_text", "gpt2"]
 
 
 def config_of(name: str, **more):
@@ -234,6 +237,26 @@ def test_chunks_count_positions_from_where_a_packed_sequence_says_that_it_starts
     ours = use_sparse_flash(model, "own")(x, position_ids=positions, use_cache=False).logits
     model.set_attn_implementation("eager")
     close(ours, model(x, position_ids=positions, use_cache=False).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_generation_goes_on_past_the_window_of_the_default_cache(name, pattern):
+    model, x = decoder_of(name), words(tokens=13)
+    options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    runs = [
+        {"attention_mask": padded(x, "none")},
+        {"attention_mask": padded(x, "left"), "num_beams": 3},
+        {"attention_mask": padded(x, "left"), "cache_implementation": "static"},
+    ]
+    if name == "llama4_text" and OLD:
+        runs.pop()
+    keep(PATTERNS[pattern])
+    for run in runs:
+        ours = use_sparse_flash(model, PATTERNS[pattern]).generate(x, **options, **run)
+        as_oracle(model)
+        assert torch.equal(ours, model.generate(x, **options, **run)), run
 
 
 @torch.no_grad()
