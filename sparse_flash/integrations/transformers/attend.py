@@ -416,7 +416,8 @@ def _attend_documents(call: LayerCall, mask: _Mask, cu_seqlens: torch.Tensor) ->
         )
     if isinstance(mask, BlockMask):
         raise ValueError("the layer's own mask is of packed sequences, and a BlockMask cannot be joined with it; pass a Pattern")
-    sequences = [(0, 0, tokens)] * batch if model_mask.first_token is None else model_mask.sequences
+    # Sequences also end with their row, and padding before and after a row's tokens counts as sequences of no tokens.
+    sequences = [[0, 0, tokens]] * batch if model_mask.first_token is None else model_mask.sequences
     exist = [(row * tokens + start, row * tokens + stop) for row, (_, start, stop) in enumerate(sequences)]
     bounds = sorted({*cu_seqlens.tolist(), *range(0, (batch + 1) * tokens, tokens), *chain.from_iterable(exist)})
     rows, lengths = [bound // tokens for bound in bounds[:-1]], list(map(sub, bounds[1:], bounds))

@@ -162,11 +162,11 @@ class ModelMask(FlexBlockMask):
         return counts if any(counts) else []
 
     @cached_property
-    def sequences(self) -> list[tuple[int, int, int]]:
-        """(first_token, key_start, key_stop) of each sequence."""
+    def sequences(self) -> list[list[int]]:
+        """[first_token, key_start, key_stop] of each sequence."""
         starts = (self.first_token - self.first_key_position).clamp(min=0) if self.key_starts is None else self.key_starts
         stops = torch.full_like(starts, self.key_count) if self.key_stops is None else self.key_stops
-        return list(zip(self.first_token.tolist(), starts.tolist(), stops.tolist(), strict=True))
+        return torch.stack([self.first_token, starts, stops], 1).tolist()  # one wait for the GPU
 
     @cached_property
     def ends_early(self) -> bool:
