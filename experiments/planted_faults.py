@@ -302,7 +302,7 @@ rows = own if shared is None else np.where(shared[own], -1, own)  =>  rows = own
 np.maximum(call, travel) + _COST_OF_HIDING * np.minimum(call, travel)  =>  np.maximum(call, travel)
 @ 52 parallel/attend | parallel/test_ranks parallel | every rank takes the sinks of the first rank's heads
 (self._ranks, -1))[self._rank]  =>  (self._ranks, -1))[0]
-@ 53 integrations/transformers/attend | integrations/test_transformers | padding on the left is not moved by a cache's length
+@ 53 integrations/transformers/attend | integrations/test_transformers_runs | padding on the left is not moved by a cache's length
 "q_starts": starts - earlier,  =>  "q_starts": starts,
 @ 54 integrations/flash_attn | integrations/test_flash_attn | causal does not replace the right end of a window
 "right": 0 if causal else right}  =>  "right": 0 if causal and right < 0 else right}

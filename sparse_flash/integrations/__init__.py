@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .record import MaskRecord
+from .models import MaskRecord, library_of
 
 
 def masks_of(model: torch.nn.Module) -> dict[int, Any]:
@@ -44,6 +43,4 @@ def record_masks(model: torch.nn.Module) -> AbstractContextManager[MaskRecord]:
 
 
 def _integration_of(model: object) -> Any:
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    classes = {cls.__module__.partition(".")[0] for module in modules for cls in type(module).__mro__}
-    return import_module(".diffusers" if "diffusers" in classes else ".transformers", __name__)
+    return import_module(f".{library_of(model) or 'transformers'}", __name__)

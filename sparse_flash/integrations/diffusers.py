@@ -39,7 +39,7 @@ from ..masks.memory import cached_until_cleared
 from ..masks.parsing import parse, split_at_layout
 from ..masks.pattern import Pattern
 from ..patterns import video_layout as VideoLayout
-from .record import LayerRecord, MaskRecord
+from .models import ADVICE, MaskRecord, check_layers, describe_layer, library_of, record_layers, unswitched_error
 
 if tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 42):
     raise ImportError(f"diffusers 0.42.1 or newer is needed; got {diffusers.__version__}: pip install 'diffusers>=0.42.1'")
@@ -176,12 +176,9 @@ def use_sparse_flash(
     """
     model, parts = _find_model(transformer)
     layers = [getattr(block, attn) for blocks, attn in parts.layers for block in getattr(model, blocks)]
-    steps = _check_numbers("dense_steps", range(dense_steps) if type(dense_steps) is int and dense_steps >= 0 else dense_steps)
-    dense = _check_numbers("dense_layers", dense_layers)
-    if wrong := sorted(number for number in dense if number >= len(layers)):
-        raise ValueError(f"dense_layers must name layers of {type(model).__name__}, 0 to {len(layers) - 1}; got {wrong}")
+    dense = check_layers(dense_layers, range(len(layers)))
     check_precision(precision)
-    run = _Run(model, parts, spec, _parse_layout(layout), steps, precision)
+    run = _Run(model, parts, spec, _parse_layout(layout), _parse_steps(dense_steps), precision)
     restore(model)
     _reset_caches(model)
     for number, layer in enumerate(layers):
@@ -224,7 +221,7 @@ def _switched(transformer: torch.nn.Module) -> _Run:
     run = getattr(model, _RUN_KEY, None)
     if run is None or not run.is_in_place():
         got = f"{type(model).__name__} with other attention processors"
-        raise ValueError(f"model must be one that use_sparse_flash switched; got {got}; call use_sparse_flash(transformer, spec)")
+        raise unswitched_error(got, "use_sparse_flash(transformer, spec)")
     return run
 
 
@@ -238,24 +235,22 @@ def masks_of(transformer: torch.nn.Module) -> dict[int, str | Callable[[Any], Pa
 def record_masks(transformer: torch.nn.Module) -> Iterator[MaskRecord]:
     """See ``sparse_flash.record_masks``."""
     run = _switched(transformer)
-    run.record = MaskRecord({number: LayerRecord(mask) for number, mask in masks_of(transformer).items()})
-    try:
-        with torch.compiler.set_stance("force_eager"):  # graphs record nothing
+    with record_layers(masks_of(transformer)) as run.record:
+        try:
             yield run.record
-    finally:
-        run.record = None
+        finally:
+            run.record = None
 
 
 def _describe_layer(layer: Any) -> str:
-    """Returns the text that print(model) shows of an attention layer, beside its modules."""
-    processor, own = layer.processor, type(layer).extra_repr(layer)
+    processor = layer.processor
     if not isinstance(processor, _Processor):
-        return own
+        return describe_layer(layer, None)
     run = processor.run
     seen = run.video
     tile = "" if seen is None else f"; tile {seen.tile} of {seen.grid} tokens, {seen.tiled / math.prod(seen.grid) - 1:.1%} padding"
     steps = f"; dense steps {sorted(run.dense_steps)}" if run.dense_steps else ""
-    return "\n".join(filter(None, (own, f"sparse_flash mask: {'layout' if processor.dense else run.spec}{tile}{steps}")))
+    return describe_layer(layer, f"{'layout' if processor.dense else run.spec}{tile}{steps}")
 
 
 def layout_of(transformer: torch.nn.Module, shape: Sequence[int], text: int = 0) -> VideoLayout:
@@ -309,35 +304,28 @@ def _find_model(transformer) -> tuple[Any, _ModelParts]:
         "for others set attention processors that call layout.to_tiles(x, dim) for q, k and v, sparse_flash.attention under a "
         "pattern of the layout, and layout.to_raster(out, dim)"
     )
-    if any(cls.__module__.startswith("transformers.") for module in transformer.modules() for cls in type(module).__mro__):
-        way_out = "call use_sparse_flash of sparse_flash.integrations.transformers for a model of Transformers"
+    if library_of(transformer) == "transformers":
+        way_out = ADVICE["transformers"]
     raise ValueError(f"transformer must be one of {', '.join(_MODELS)}; got {type(transformer).__name__}; {way_out}")
 
 
-def _check_numbers(name: str, numbers: Any) -> frozenset[int]:
-    numbers = tuple(numbers) if isinstance(numbers, Iterable) else (numbers,)
+def _parse_steps(steps: Any) -> frozenset[int]:
+    steps = range(steps) if type(steps) is int and steps >= 0 else steps
+    numbers = tuple(steps) if isinstance(steps, Iterable) else (steps,)
     if wrong := [one for one in numbers if isinstance(one, bool) or not isinstance(one, int) or one < 0]:
-        raise ValueError(f"{name} must be numbers counted from 0; got {wrong}")
+        raise ValueError(f"dense_steps must be numbers counted from 0; got {wrong}")
     return frozenset(numbers)
 
 
-def _parse_spec(spec: Any) -> Callable[[Any], Pattern | str]:
-    """Returns a function from a layout to the mask."""
+def _parse_spec(spec: Any) -> tuple[str, ...]:
+    """Returns the pieces of spec text around the word layout, none for a function."""
     if callable(spec):
-        return partial(_mask_of_function, spec)
+        return ()
     if not isinstance(spec, str):
         raise TypeError(f"spec must be text or a function from a layout to a pattern; got {type(spec).__name__}")
     pieces = split_at_layout(spec)
-    parse(_mask_of_text(pieces, VideoLayout(*_PROBE)))
-    return partial(_mask_of_text, pieces)
-
-
-def _mask_of_function(spec: Callable[[Any], Any], layout: VideoLayout) -> Pattern:
-    return layout & spec(layout)
-
-
-def _mask_of_text(pieces: tuple[str, ...], layout: VideoLayout) -> str:
-    return layout.to_spec().join(pieces)
+    parse(VideoLayout(*_PROBE).to_spec().join(pieces))  # raises now if something is wrong with it
+    return pieces
 
 
 def _parse_layout(layout: Any) -> Any:
@@ -369,22 +357,15 @@ class _StepCounter:
     the first call, when a loop's first timestep comes again, and when timesteps change in the other direction."""
 
     def __init__(self):
-        self.step = 0
-        self.first: float | None = None
-        self.last: float | None = None
-        self.rises: bool | None = None
+        self.times: list[float] = []  # of the present loop's steps
 
     @outside_graphs
     def count(self, timestep) -> int:
-        now = float(torch.as_tensor(timestep).max())
-        if now != self.last:
-            rises = self.last is not None and now > self.last
-            if self.last is None or now == self.first or self.rises not in (None, rises):
-                self.step, self.first, self.rises = 0, now, None
-            else:
-                self.step, self.rises = self.step + 1, rises
-            self.last = now
-        return self.step
+        now, times = float(torch.as_tensor(timestep).max()), self.times
+        if now not in times[-1:]:
+            turns = len(times) > 1 and (now > times[-1]) != (times[1] > times[0])
+            self.times = [now] if turns or now in times[:1] else [*times, now]
+        return len(self.times) - 1
 
 
 class _Run:
@@ -396,7 +377,7 @@ class _Run:
     def __init__(
         self, model: Any, parts: _ModelParts, spec: Any, make: Callable, dense_steps: frozenset[int], precision: str | None
     ):
-        self.config, self.parts, self.spec, self.mask_of, self.make = model.config, parts, spec, _parse_spec(spec), make
+        self.config, self.parts, self.spec, self.pieces, self.make = model.config, parts, spec, _parse_spec(spec), make
         self.dense_steps, self.precision, self.steps = dense_steps, precision, _StepCounter()
         condition = getattr(model.config, "image_condition_type", None)
         self.reorders_in_layers = parts.reorders_in_layers in (True, condition)
@@ -449,6 +430,9 @@ class _Run:
 
     def restore_order(self, module, args):
         return None if self.layout is None else (self.layout.to_raster(args[0], 1), *args[1:])
+
+    def mask_of(self, layout: VideoLayout) -> Pattern | str:
+        return layout.to_spec().join(self.pieces) if self.pieces else layout & self.spec(layout)
 
     def count_all(self, q_len: int, kv_len: int) -> int:
         """How many pairs the layout of a call keeps."""

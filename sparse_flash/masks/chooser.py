@@ -214,10 +214,17 @@ def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
 @cached_until_cleared(maxsize=256)
 def without_choosers(spec: Pattern | str) -> Pattern | str:
     """Returns what limits an expression's choosers, for calls that do not choose; of a head without choosers, its own pattern."""
-    heads = []
-    for within, choosers, always in choices_of(spec):
-        patterns = [one for one in (within, None if choosers else always) if one is not None]
-        heads.append(And.of(*patterns) if patterns else parse("full"))
+    return map_heads(spec, _drop_choosers)
+
+
+def _drop_choosers(choice: HeadChoice) -> Pattern:
+    patterns = [one for one in (choice.within, None if choice.choosers else choice.always) if one is not None]
+    return And.of(*patterns) if patterns else parse("full")
+
+
+def map_heads(spec: Pattern | str, change: Callable[[HeadChoice], Pattern]) -> Pattern | str:
+    """Returns the expression of the changed choice of all heads, or of each; as text if it has one."""
+    heads = [change(choice) for choice in choices_of(spec)]
     joined = heads[0] if len(set(heads)) == 1 else PerHead(tuple(heads))
     return text_of(joined) or joined
 

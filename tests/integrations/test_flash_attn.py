@@ -255,12 +255,3 @@ def test_names_order_and_defaults_are_those_of_the_package():
         positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert [p.name for p in positional] == names.split()
         assert all(p.default == defaults[p.name] for p in positional if p.name in defaults)
-
-
-def test_calls_are_compiled_in_one_piece():
-    q, k, v = (torch.randn(1, 40, HEADS, DIM) for _ in range(3))
-
-    def call(q, k, v):
-        return fa.flash_attn_func(q, k, v, causal=True, window_size=(9, 0), mask="full")
-
-    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="eager")(q, k, v), call(q, k, v))

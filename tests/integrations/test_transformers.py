@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import and_masks, causal_mask_function  # noqa: E402
 
 from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
-from sparse_flash.integrations.transformers.masks import create_model_mask  # noqa: E402
+from sparse_flash.integrations.transformers.model_mask import create_model_mask  # noqa: E402
 
 TOKENS, WORDS = 150, 97
 SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -64,20 +64,44 @@ def within(name: str, pattern: str) -> str:
     return f"({pattern}) & local({window})" if window else pattern
 
 
+def assert_same_gradients(model, loss, other, other_loss, atol: float = 1e-6) -> None:
+    loss.backward()
+    other_loss.backward()
+    for (key, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=atol, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def dense_by_layer(dense, kept: list, x) -> torch.Tensor:
+    """The logits of PyTorch's attention to the pairs of each layer."""
+    for layer, one in zip(dense.model.layers, kept, strict=True):
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs, one=one: (args, kwargs | {"attention_mask": one}), with_kwargs=True
+        )
+    return dense(x).logits
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_and_gradients_are_those_of_dense_attention_with_the_masks_pairs(name):
+def test_logits_and_gradients_are_those_of_dense_attention_with_the_masks_pairs(name, side):
     model, dense = twins(name)
     assert use_sparse_flash(model, PATTERN) is model
     model.train()
     dense.train()
     x = words()
-    ours = model(x, labels=x)
-    theirs = dense(x, attention_mask=pairs(within(name, PATTERN), *x.shape), labels=x)
-    torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=1e-4)
-    ours.loss.backward()
-    theirs.loss.backward()
-    for (key, a), b in zip(model.named_parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
+    padding = torch.ones_like(x)
+    padding[0, {"none": slice(0), "left": slice(40), "right": slice(110, None)}[side]] = 0
+    # No existing token precedes the first one, so nothing predicts it.
+    labels = x.masked_fill(padding.cumsum(1) * padding <= 1, -100)
+    # Adds the diagonal, because PyTorch would return NaN for rows that keep nothing.
+    kept = pairs(within(name, PATTERN), *x.shape).clone()
+    if side == "left":
+        kept[0] = kept[0].roll((40, 40), (1, 2))
+    kept = kept & padding.bool()[:, None, None] | torch.eye(TOKENS, dtype=torch.bool)
+    given = {"labels": labels, "position_ids": (padding.cumsum(1) - 1).clamp(min=0)}
+    ours, theirs = model(x, attention_mask=None if side == "none" else padding, **given), dense(x, attention_mask=kept, **given)
+    exist = padding.bool()
+    torch.testing.assert_close(ours.logits[exist], theirs.logits[exist], atol=1e-5, rtol=1e-4)
+    assert_same_gradients(model, ours.loss, dense, theirs.loss)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +117,8 @@ def test_each_layer_may_have_its_own_mask(masks):
     model, dense = twins("llama")
     x = words()
     ours = use_sparse_flash(model, **masks)(x).logits
-    # PyTorch's attention, layer by layer.
-    for number, layer in enumerate(dense.model.layers):
-        kept = pairs("causal & local(9)" if number else "causal", *x.shape)
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs, kept=kept: (args, kwargs | {"attention_mask": kept}), with_kwargs=True
-        )
-    torch.testing.assert_close(ours, dense(x).logits, atol=1e-5, rtol=1e-4)
+    kept = [pairs(mask, *x.shape) for mask in ("causal", "causal & local(9)")]
+    torch.testing.assert_close(ours, dense_by_layer(dense, kept, x), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -139,12 +158,10 @@ def test_a_mask_that_lets_a_decoder_look_ahead_must_be_asked_for_by_name(given):
     x = words()
     ours = use_sparse_flash(model, **given, bidirectional=True)(x).logits
     last = given["mask"] if not isinstance(given.get("mask", {}), dict) else "local(9)"
-    for layer, mask in zip(dense.model.layers, [last if last != "local(9)" else "causal", last], strict=True):
-        kept = (mask if isinstance(mask, sf.BlockMask) else sf.compile_mask(mask, TOKENS)).to_dense().expand(2, 4, -1, -1)
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs, kept=kept: (args, kwargs | {"attention_mask": kept}), with_kwargs=True
-        )
-    torch.testing.assert_close(ours, dense(x).logits, atol=1e-5, rtol=1e-4)
+    masks = ["causal" if last == "local(9)" else last, last]
+    masks = [mask if isinstance(mask, sf.BlockMask) else sf.compile_mask(mask, TOKENS) for mask in masks]
+    kept = [mask.to_dense().expand(2, 4, -1, -1) for mask in masks]
+    torch.testing.assert_close(ours, dense_by_layer(dense, kept, x), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -189,26 +206,6 @@ def test_a_printed_model_shows_the_mask_of_each_layer_as_long_as_it_runs():
     assert str(model).count("sparse_flash mask: causal & sinks(3)\n") == 1 and "(0-1): 2 x LlamaDecoderLayer" in str(model)
     model.set_attn_implementation("sdpa")
     assert str(model) == before
-
-
-@pytest.mark.parametrize("checkpointed, name", [(False, "llama"), (True, "mistral, window")])
-def test_the_whole_padded_model_compiles_as_one_graph(name, checkpointed):
-    model, _ = twins(name)
-    use_sparse_flash(model, PATTERN).train()
-    x = words()
-    padding = torch.ones_like(x)
-    padding[0, :40] = 0
-    wanted = {"labels": x.masked_fill(padding == 0, -100), "attention_mask": padding, "use_cache": False}
-
-    def gradient(called):
-        model.zero_grad()
-        called(x, **wanted).loss.backward()
-        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
-
-    expected = gradient(model)
-    if checkpointed:
-        model.gradient_checkpointing_enable()
-    torch.testing.assert_close(gradient(torch.compile(model, backend="aot_eager", fullgraph=True)), expected)
 
 
 def test_a_compiled_model_takes_many_tokens_beside_a_static_cache():
@@ -335,24 +332,8 @@ def test_packed_sequences_are_what_each_is_alone(name, starts, given, compiled):
     torch.testing.assert_close(gradient, model.model.layers[0].self_attn.k_proj.weight.grad, atol=1e-6, rtol=1e-3)
 
 
-def test_sequences_given_by_cu_seq_lens_are_separated_with_a_cache_too():
-    model = use_sparse_flash(twins("llama")[0], PATTERN)
-    x, positions, ends, places = packed_words(STARTS["each its own"])
-    logits = model(x, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends, use_cache=True).logits
-    for row, place in places:
-        one = model(x[row : row + 1, place], use_cache=False).logits[0]
-        torch.testing.assert_close(logits[row, place], one, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("mask", [PATTERN, "causal & (local(9) | sinks(3))"])
-def test_packed_sequences_of_layers_with_soft_caps_are_what_each_is_alone(mask):
-    model = use_sparse_flash(own_scores("gemma2")[0].eval(), mask)
-    x, positions, ends, places = packed_words(STARTS["each its own"])
-    for given in ({"position_ids": positions}, {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}):
-        logits = model(x, use_cache=False, **given).logits
-        for row, place in places:
-            one = model(x[row : row + 1, place], use_cache=False).logits[0]
-            torch.testing.assert_close(logits[row, place], one, atol=1e-5, rtol=1e-4)
+def test_packed_sequences_with_soft_caps_are_refused_in_compiled_code():
+    model, (x, _, ends, _) = own_scores("gemma2")[0].eval(), packed_words(STARTS["each its own"])
     with pytest.raises(Exception, match="packed sequences with a soft cap are not supported in compiled code"):
         torch.compile(model, backend="eager", fullgraph=True)(x, cu_seq_lens_q=ends, cu_seq_lens_k=ends, use_cache=False)
 
@@ -367,36 +348,6 @@ def test_masks_that_cannot_be_carried_are_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"use_sparse_flash.*made of one config.*copy.deepcopy"):
         dense.set_attn_implementation("block_sparse")
         dense(x)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["llama", "mistral, window", "gpt2"])
-def test_padded_batches_give_what_dense_attention_gives(name, side):
-    model, dense = twins(name)
-    use_sparse_flash(model, PATTERN).train()
-    dense.train()
-    x = words()
-    padding = torch.ones_like(x)
-    if side == "left":
-        padding[0, :40] = 0
-    else:
-        padding[0, 110:] = 0
-    # No existing token precedes the first one, so nothing predicts it.
-    labels = x.masked_fill(padding.cumsum(1) * padding <= 1, -100)
-    # Adds the diagonal, because PyTorch would return NaN for rows that keep nothing.
-    kept = pairs(within(name, PATTERN), *x.shape).clone()
-    if side == "left":
-        kept[0] = kept[0].roll((40, 40), (1, 2))
-    kept = kept & padding.bool()[:, None, None] | torch.eye(TOKENS, dtype=torch.bool)
-    positions = (padding.cumsum(1) - 1).clamp(min=0)
-    ours = model(x, attention_mask=padding, labels=labels, position_ids=positions)
-    theirs = dense(x, attention_mask=kept, labels=labels, position_ids=positions)
-    exist = padding.bool()
-    torch.testing.assert_close(ours.logits[exist], theirs.logits[exist], atol=1e-5, rtol=1e-4)
-    ours.loss.backward()
-    theirs.loss.backward()
-    for (key, a), b in zip(model.named_parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
 
 
 # Masks that depend on positions, not only on distances.
@@ -491,10 +442,7 @@ def test_soft_caps_and_sinks_are_carried_forward_and_backward(name, padded):
     labels = x.masked_fill(exist == 0, -100)
     ours, theirs = (one(x, labels=labels, attention_mask=exist, use_cache=False) for one in (model, eager))
     torch.testing.assert_close(ours.logits[exist.bool()], theirs.logits[exist.bool()], atol=1e-4, rtol=1e-4)
-    ours.loss.backward()
-    theirs.loss.backward()
-    for (key, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
+    assert_same_gradients(model, ours.loss, eager, theirs.loss, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -516,36 +464,6 @@ def test_keywords_that_are_not_carried_are_refused_by_name(options):
     attend(layer, q, q, q, None, is_causal=True, position_ids=None, output_attentions=False, use_cache=True, labels=torch.zeros(1))
 
 
-class Tuner(torch.nn.Module):
-    """Built as PEFT's LoraModel, which calls its model's forward, without hooks."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        for layer in model.model.layers:
-            layer.self_attn.q_proj = torch.nn.Sequential(layer.self_attn.q_proj)
-
-    def forward(self, *args, **kwargs):
-        return self.model.forward(*args, **kwargs)
-
-    def __getattr__(self, name):
-        return super().__getattr__(name) if name in ("model", "_modules") else getattr(self.model, name)
-
-
-class Peft(torch.nn.Module):
-    """Built as PEFT's PeftModel."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.base_model = Tuner(model)
-
-    def forward(self, *args, **kwargs):
-        return self.base_model(*args, **kwargs)
-
-    def __getattr__(self, name):
-        return super().__getattr__(name) if name in ("base_model", "_modules") else getattr(self.base_model, name)
-
-
 @pytest.fixture
 def one_process():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -553,13 +471,18 @@ def one_process():
     torch.distributed.destroy_process_group()
 
 
+def with_peft(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))  # LoRA begins with zeros
+
+
 WRAPPERS = {
     "DataParallel": torch.nn.DataParallel,
     "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
     "compiled": partial(torch.compile, backend="eager"),
-    "PEFT": Peft,
+    "PEFT": with_peft,
     "a module with a head": lambda model: torch.nn.Sequential(model),
-    "several": lambda model: torch.compile(torch.nn.DataParallel(Peft(model)), backend="eager"),
+    "several": lambda model: torch.compile(torch.nn.DataParallel(with_peft(model)), backend="eager"),
 }
 
 
@@ -598,10 +521,12 @@ def test_trainer_trains_a_switched_model_as_the_models_own_attention(tmp_path):
     torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("checkpointing, padded", [(False, True), (True, False)], ids=["attention_mask", "checkpointing"])
-def test_a_compiled_model_trains_on_any_length_in_one_graph(checkpointing, padded):
+@pytest.mark.parametrize(
+    "name, checkpointing, padding", [("llama", False, 1 / 4), ("mistral, window", True, 1 / 4), ("llama", True, None)], ids=str
+)
+def test_a_compiled_model_trains_on_any_length_in_one_graph(name, checkpointing, padding):
     torch._dynamo.reset()
-    model, _ = twins("llama", layers=1)
+    model, _ = twins(name, layers=1)
     use_sparse_flash(model, PATTERN).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -610,8 +535,10 @@ def test_a_compiled_model_trains_on_any_length_in_one_graph(checkpointing, padde
 
     def gradient(call, x):
         model.zero_grad()
-        options = {"attention_mask": torch.ones_like(x)} if padded else {}
-        call(x, labels=x, use_cache=False, **options).loss.backward()
+        exist = torch.ones_like(x)
+        exist[0, : int(x.shape[1] * (padding or 0))] = 0
+        options = {"labels": x.masked_fill(exist == 0, -100), "attention_mask": None if padding is None else exist}
+        call(x, use_cache=False, **options).loss.backward()
         return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
 
     for tokens in (30, 41, 150):

@@ -3,7 +3,6 @@ mask and the pattern both keep, or is refused. No architecture may be changed, o
 
 import inspect
 import warnings
-from itertools import pairwise
 
 import pytest
 import torch
@@ -166,83 +165,9 @@ def close(ours, theirs) -> None:
     torch.testing.assert_close(ours, theirs, atol=2e-4 * theirs.abs().max().item(), rtol=2e-4)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", DECODERS)
-def test_decoders_give_what_their_own_attention_gives_of_the_pairs_that_both_keep(name):
-    model, x = decoder_of(name), words()
-    for pattern in ("own", PATTERNS["place"]):
-        for side in (None, "left", "right"):
-            exist = None if side is None else padded(x, side)
-            ours = use_sparse_flash(model, pattern)(x, attention_mask=exist).logits
-            as_oracle(model)
-            KEPT.clear()
-            if pattern != "own":
-                keep(pattern)
-            theirs = model(x, attention_mask=exist).logits
-            there = torch.ones_like(x) if exist is None else exist
-            close(ours[there.bool()], theirs[there.bool()])
-
-
-# How sequences of 5, 1, 11 and 7 tokens are passed besides their position_ids. No attention of Transformers but FlashAttention's
-# separates them then.
-BESIDE_POSITIONS = {
-    "nothing": lambda model: {"use_cache": False},
-    "a cache": lambda model: {"use_cache": True},
-    "a static cache": lambda model: {"past_key_values": transformers.StaticCache(model.config, max_cache_len=64)},
-    "a mask of ones": lambda model: {"attention_mask": torch.ones(1, TOKENS, dtype=torch.int64), "use_cache": False},
-    "both": lambda model: {"attention_mask": torch.ones(1, TOKENS, dtype=torch.int64), "use_cache": True},
-}
+# Sequences of 5, 1, 11 and 7 tokens.
 POSITIONS = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)])[None]
 PLACES = [slice(0, 5), slice(5, 6), slice(6, 17), slice(17, 24)]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("beside", BESIDE_POSITIONS)
-@pytest.mark.parametrize("name", DECODERS)
-def test_packed_sequences_of_decoders_are_what_each_is_alone_also_beside_a_cache_or_a_mask_of_ones(name, beside):
-    if name == "llama4_text" and beside != "nothing":
-        pytest.skip("its attention is told no position_ids")
-    model, x = decoder_of(name), words(batch=1)
-    for mask in ("own", "causal & (local(3) | sinks(2))"):
-        use_sparse_flash(model, mask)
-        logits = model(x, position_ids=POSITIONS, **BESIDE_POSITIONS[beside](model)).logits[0]
-        for place in PLACES:
-            close(logits[place], model(x[:, place], use_cache=False).logits[0])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("beside", ["nothing", "a mask of ones"])
-@pytest.mark.parametrize("name", ["bert", "roberta", "electra", "modernbert", "esm"])
-def test_packed_sequences_of_encoders_are_what_each_is_alone(name, beside):
-    model, x = encoder_of(name), words(batch=1)
-    given = {} if beside == "nothing" else {"attention_mask": torch.ones_like(x)}
-    if name in ("modernbert", "esm"):  # which do not pass position_ids to attention
-        given["cu_seq_lens_q"] = torch.tensor([place.start for place in PLACES] + [TOKENS], dtype=torch.int32)
-    for mask in (None, "local(4) | sinks(2)"):
-        use_sparse_flash(model, mask)
-        states = model(x, position_ids=POSITIONS, **given).last_hidden_state[0]
-        for place in PLACES:
-            close(states[place], model(x[:, place], position_ids=POSITIONS[:, place]).last_hidden_state[0])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "opt"])
-def test_packed_sequences_beside_padding_anywhere_are_what_each_is_alone(name, cached):
-    model, x = decoder_of(name), words()
-    exist = torch.ones_like(x)
-    exist[0, :4] = exist[1, 9:12] = exist[1, 20:] = 0
-    places = [(0, slice(4, 9)), (0, slice(9, TOKENS)), (1, slice(0, 5)), (1, slice(5, 9)), (1, slice(12, 20))]
-    positions = torch.ones_like(x)
-    for row, place in places:
-        positions[row, place] = torch.arange(place.stop - place.start)
-    for mask in ("own", "causal & local(3)", PATTERNS["place"]):
-        options = {"attention_mask": exist, "position_ids": positions, "use_cache": cached}
-        if name == "llama4_text":  # does not pass position_ids to attention
-            options["cu_seq_lens_q"] = torch.tensor([0, 4, 9, 24, 29, 33, 36, 44, 48], dtype=torch.int32)
-        logits = use_sparse_flash(model, mask)(x, **options).logits
-        for row, place in places:
-            close(logits[row, place], model(x[row : row + 1, place], use_cache=False).logits[0])
 
 
 @torch.no_grad()
@@ -283,28 +208,6 @@ def test_packed_sequences_give_sinks_and_soft_caps_the_gradients_of_each_alone()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "dropout", [0.0, 1e-9], ids=["by documents", "by pairs"]
-)  # with dropout, however little, there is one call
-@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens too"])
-@pytest.mark.parametrize("mask", ["own", None, "causal & (local(3) | sinks(2))"])
-def test_packed_sequences_of_layers_with_chunks_are_what_each_is_alone(mask, given, dropout):
-    model, x = decoder_of("llama4_text"), words()
-    use_sparse_flash(model, mask)
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = dropout
-    model.train(bool(dropout))
-    bounds = [[0, 11, 12, TOKENS], [0, 9, TOKENS]]
-    places = [(row, slice(a, b)) for row, edges in enumerate(bounds) for a, b in pairwise(edges)]
-    positions = torch.cat([torch.arange(place.stop - place.start) for _, place in places]).view(2, -1)
-    ends = torch.tensor([0, *(row * TOKENS + place.stop for row, place in places)], dtype=torch.int32)
-    options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends} if given != "position_ids" else {}
-    logits = model(x, position_ids=positions, use_cache=False, **options).logits
-    for row, place in places:
-        close(logits[row, place], model(x[row : row + 1, place], use_cache=False).logits[0])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("pattern", ["own", PATTERNS["place"]])
 def test_chunks_count_from_each_sequences_own_start_beside_padding_between_tokens(pattern):
     model, x = decoder_of("llama4_text"), words()
@@ -315,6 +218,15 @@ def test_chunks_count_from_each_sequences_own_start_beside_padding_between_token
     if pattern != "own":
         keep(pattern)
     close(ours[exist.bool()], model(x, attention_mask=exist).logits[exist.bool()])
+
+
+@torch.no_grad()
+def test_chunks_count_from_each_padded_sequences_start_in_compiled_code_too():
+    torch._dynamo.reset()
+    model, x = use_sparse_flash(decoder_of("llama4_text"), PATTERNS["place"]), words()
+    given = {"attention_mask": padded(x, "left"), "use_cache": False}
+    exist, compiled = given["attention_mask"].bool(), torch.compile(model, backend="eager", fullgraph=True)
+    close(compiled(x, **given).logits[exist], model(x, **given).logits[exist])
 
 
 @torch.no_grad()
@@ -394,15 +306,6 @@ def test_encoders_see_both_ways_within_their_own_windows(name):
             if pattern != "own":
                 keep(pattern, everywhere=True)
             close(ours[exist.bool()], model(x, **given).last_hidden_state[exist.bool()])
-
-
-@torch.no_grad()
-def test_layers_that_a_mapping_does_not_name_stay_as_the_model_has_them():
-    for model, named in ((encoder_of("bert"), "full"), (decoder_of("mistral"), "causal")):
-        x = words()
-        expected = model(x)[0]
-        close(use_sparse_flash(model, {0: named})(x)[0], expected)
-        close(use_sparse_flash(model)(x)[0], expected)
 
 
 SEQ2SEQ = {

@@ -1,17 +1,18 @@
-"""Random padded runs of decoders equal PyTorch's attention: whole, in pieces beside every kind of cache, and generating.
+"""Random padded runs of each decoder equal PyTorch's attention: whole, in pieces beside every kind of cache, and generating.
 
-SPARSE_FLASH_RUNS=1000 python -m pytest tests/integrations/test_transformers_runs.py    # a run's number is its seed
+SPARSE_FLASH_RUNS=40 python -m pytest tests/integrations/test_transformers_runs.py    # so many of each decoder, by number
 """
 
 import os
 import random
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from test_transformers_models import DECODERS, KEPT, PATTERNS, WORDS, as_oracle, close, decoder_of, keep  # noqa: E402
+from test_transformers_models import DECODERS, KEPT, OLD, PATTERNS, WORDS, as_oracle, close, decoder_of, encoder_of, keep  # noqa: E402
 
 from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
 
@@ -24,7 +25,9 @@ CACHES = {
     "static": lambda config: transformers.StaticCache(config, max_cache_len=64),
 }
 PLAIN = {"do_sample": False, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
-decoder = cache(decoder_of)
+RUNS = range(int(os.environ.get("SPARSE_FLASH_RUNS", 4)))
+PACKED_ENCODERS = ["bert", "roberta", "electra", "modernbert", "esm"]
+decoder, encoder = cache(decoder_of), cache(encoder_of)
 
 
 def draw_rows(chance) -> torch.Tensor:
@@ -51,10 +54,11 @@ def compare_with(name: str, mask: str):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("seed", range(int(os.environ.get("SPARSE_FLASH_RUNS", 50))))
-def test_random_runs_are_those_of_pytorchs_attention(seed):
-    chance = random.Random(seed)
-    name, mask, exist = chance.choice([*DECODERS]), chance.choice(MASKS), draw_rows(chance)
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("seed", RUNS)
+def test_random_runs_are_those_of_pytorchs_attention(seed, name):
+    chance = random.Random(f"{seed} {name}")
+    mask, exist = chance.choice(MASKS), draw_rows(chance)
     x = torch.randint(3, WORDS, exist.shape, generator=torch.Generator().manual_seed(seed))
     model = use_sparse_flash(decoder(name), mask)
     print(f"{name} under {mask!r}, (first, tokens) of rows {[(row.argmax().item(), row.sum().item()) for row in exist]}")
@@ -62,8 +66,9 @@ def test_random_runs_are_those_of_pytorchs_attention(seed):
         options = {"attention_mask": exist, "max_new_tokens": chance.randint(1, 12), **PLAIN}
         options["eos_token_id"] = chance.sample(range(3, WORDS), 12)  # rows finish before others
         in_chunks = {"prefill_chunk_size": chance.choice([1, 3, 6, 11, None])}
-        in_chunks["cache_implementation"] = chance.choice([None, "dynamic", "static"])
-        print(f"generates {options['max_new_tokens']} tokens, {in_chunks}")
+        in_chunks["cache_implementation"] = chance.choice([None, "dynamic", "static"][: 2 if name == "llama4_text" and OLD else 3])
+        options["num_beams"] = chance.choice([1, 3]) if in_chunks["prefill_chunk_size"] is None else 1
+        print(f"generates {options['max_new_tokens']} tokens by {options['num_beams']} beams, {in_chunks}")
         ours = model.generate(x, **options, **in_chunks)
         theirs = compare_with(name, mask).generate(x, **options)
         assert torch.equal(ours.sequences, theirs.sequences)
@@ -80,3 +85,47 @@ def test_random_runs_are_those_of_pytorchs_attention(seed):
         ours.append(model(piece, attention_mask=seen, **given).logits)
     theirs = compare_with(name, mask)(x, attention_mask=exist, position_ids=positions, use_cache=False).logits
     close(torch.cat(ours, 1)[exist.bool()], theirs[exist.bool()])
+
+
+def draw_packed(chance, side_by_side: bool) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, slice]], torch.Tensor]:
+    """(which tokens exist, their positions, (row, place) of each sequence, where each run starts among all tokens, and the end).
+    side_by_side: without padding."""
+    batch, tokens = chance.randint(1, 3), chance.randint(2, 30)
+    exist, positions, places, starts = torch.zeros(batch, tokens, dtype=torch.int64), torch.ones(batch, tokens).long(), [], []
+    for row in range(batch):
+        bounds = sorted({0, *(chance.randrange(tokens) for _ in range(chance.randint(0, 4))), tokens})
+        runs = [slice(*pair) for pair in pairwise(bounds)]
+        kept = [run for run in runs if side_by_side or chance.random() < 0.7] or runs[:1]
+        starts += [row * tokens + run.start for run in runs]
+        for run in kept:
+            exist[row, run], positions[row, run] = 1, torch.arange(run.stop - run.start)
+            places.append((row, run))
+    return exist, positions, places, torch.tensor([*starts, exist.numel()], dtype=torch.int32)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*DECODERS, *PACKED_ENCODERS])
+@pytest.mark.parametrize("seed", RUNS)
+def test_random_packed_sequences_are_what_each_is_alone(seed, name):
+    chance = random.Random(f"{seed} {name} packed")
+    side_by_side, decodes = chance.random() < 0.5, name in DECODERS
+    exist, positions, places, ends = draw_packed(chance, side_by_side)
+    masks = ["own", "causal & local(3)", *PATTERNS.values()] if decodes else [None, "local(4) | sinks(2)"]
+    mask = chance.choice(masks)
+    model = use_sparse_flash(decoder(name) if decodes else encoder(name), mask)
+    given = {"position_ids": positions}
+    if not side_by_side or chance.random() < 0.3:
+        given["attention_mask"] = exist
+    cache = chance.choice(["none", "dynamic", "static"]) if decodes else "none"
+    if decodes:
+        given |= {"past_key_values": CACHES[cache](model.config), "use_cache": cache != "none"}
+    # Llama 4 and some encoders pass no position_ids to attention, but Transformers reads them where nothing else is given.
+    alone_in_masks = name == "llama4_text" and cache == "none" and "attention_mask" not in given
+    if chance.random() < 0.3 or (name in ("modernbert", "esm", "llama4_text") and not alone_in_masks):
+        given["cu_seq_lens_q"] = ends
+    print(f"{name} under {mask!r} beside {cache}, {[*given]}, sequences {places}")
+    x = torch.randint(3, WORDS, exist.shape, generator=torch.Generator().manual_seed(seed))
+    together = model(x, **given)[0]
+    for row, place in places:
+        one = {"position_ids": positions[row : row + 1, place]} | ({"use_cache": False} if decodes else {})
+        close(together[row, place], model(x[row : row + 1, place], **one)[0][0])

@@ -6,7 +6,7 @@
 
 A layer's mask replaces the causal triangle; everything else of the model stays, its other restrictions of pairs too, as
 docs/guides/hugging-face.md says. Restrictions that are not patterns are kept pair by pair, which takes a scan of all pairs on the
-host. Keywords that are neither supported nor in ``attend._WITHOUT_EFFECT`` are refused. Masks with choosers: see ``by_content``.
+host. Keywords that are neither supported nor in ``attend._WITHOUT_EFFECT`` are refused. Masks with choosers: see ``given_masks``.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from functools import partial
 from operator import mul
 from os import PathLike
-from typing import cast
 
 import torch
 import transformers
@@ -31,16 +30,13 @@ from ...api.shared import SharedSequence
 from ...backends import check_name
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
-from ..record import LayerRecord, MaskRecord, count_causal
+from ..models import MaskRecord, count_causal, describe_layer, record_layers, unswitched_error
 from .attend import NAME, PREVIOUS, SETTINGS, LayerSettings, attend_layer
-from .by_content import split_choices
 from .by_token import check_acts_by_token
-from .check_masks import OWN, assign_masks, check_future, check_heads, is_decoder, looks_ahead
-from .layers import find_other_attention, find_self_attention, find_tower, unwrap_model
-from .limits import depends_on_position
-from .masks import create_model_mask
-from .saved import find_saved_masks, keep_in_adapters, keep_in_config, saved_records, warn_of_difference
-from .saved import write_masks as write_masks
+from .given_masks import OWN, is_decoder, keep_in_adapters, keep_masks, looks_ahead, read_masks, saved_records, warn_of_difference
+from .given_masks import write_masks as write_masks
+from .layers import find_self_attention, find_tower, takes_interface, unwrap_model
+from .model_mask import create_model_mask, depends_on_position
 from .sharing import find_plan, shard_arguments
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
@@ -126,37 +122,28 @@ def use_sparse_flash(
     part = find_tower(model)
     layers = find_self_attention(part)
     restores = mask is None and per_layer is None
-    saved = find_saved_masks(model, mask, sorted(layers)) if per_layer is None else None
-    if saved is not None:
-        mask, bidirectional = saved.layers, bidirectional or saved.bidirectional
-        dense_below = saved.dense_below if dense_below is None else dense_below
-        dense_last = saved.dense_last if dense_last is None else dense_last
-    masks, choices = split_choices(assign_masks(mask, per_layer, sorted(layers)), dense_below, dense_layers, dense_last)
-    check_heads(masks, layers, "" if saved is None else f" in {saved.name}")
-    ahead = check_future(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
-    plan = find_plan(masks)
+    given = read_masks(model, layers, mask, per_layer, bidirectional, dense_below, dense_layers, dense_last)
+    plan = find_plan(given.layers)
     if plan is not None:
         check_acts_by_token(model, layers.values(), plan.q_len, tokenwise)
     if precision is not None and plan is not None:
         raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
     if not restores and not any(hasattr(layer, SETTINGS) for layer in layers.values()):
-        warn_of_difference(model, masks)  # of a model that was just loaded
+        warn_of_difference(model, given.layers)  # of a model that was just loaded
     _switch(model, part, layers.values())
     for number, layer in layers.items():
-        one, choice = masks[number], choices.get(number)
-        if plan is not None:
-            settings = LayerSettings(OWN, backend, deterministic, plan=cast(SharedSequence, one))
-        else:
-            settings = LayerSettings(
-                one,
-                backend,
-                deterministic,
-                precision,
-                needs_positions=one != OWN and depends_on_position(one),
-                packed=packed,
-                refuses_causal=ahead[number] and not bidirectional,
-                within_causal=one != OWN and not ahead[number],
-            )
+        one, choice, ahead = OWN if plan else given.layers[number], given.choices.get(number), given.ahead[number]
+        settings = LayerSettings(
+            one,
+            backend,
+            deterministic,
+            precision,
+            needs_positions=one != OWN and depends_on_position(one),
+            packed=packed,
+            refuses_causal=ahead and not given.bidirectional,
+            within_causal=one != OWN and not ahead,
+            plan=given.layers[number] if plan else None,
+        )
         if choice is not None:
             dense = settings._replace(mask=choice.dense, needs_positions=depends_on_position(choice.dense))
             settings = settings._replace(needs_positions=choice.needs_positions, prompt_choice=choice, dense_settings=dense)
@@ -170,8 +157,7 @@ def use_sparse_flash(
         model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
     if plan is not None or hasattr(model, _PLAN):
         setattr(model, _PLAN, plan)
-    keep_in_config(model.config, masks, choices, bidirectional)
-    keep_in_adapters(model, replaces=True)
+    keep_masks(model, given)
     return wrapped
 
 
@@ -182,10 +168,8 @@ def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | Sh
     settings = {number: getattr(layer, SETTINGS, None) for number, layer in find_self_attention(part).items()}
     if _implementation(part) != NAME:
         way_out = "), for the masks that it was saved with" if saved_records(model) else ", mask)"
-        raise ValueError(
-            f"model must be one that use_sparse_flash switched; got {type(model).__name__}, which runs {_implementation(part)!r}; "
-            f"call use_sparse_flash(model{way_out}"
-        )
+        got = f"{type(model).__name__}, which runs {_implementation(part)!r}"
+        raise unswitched_error(got, f"use_sparse_flash(model{way_out}")
     return {number: one.plan or one.mask for number, one in settings.items() if one is not None}
 
 
@@ -197,7 +181,6 @@ def record_masks(model: torch.nn.Module) -> Iterator[MaskRecord]:
         raise ValueError("model must have masks of one rank; got a ContextPlan; sparse_flash.explain says what its mask keeps")
     layers = find_self_attention(find_tower(unwrap_model(model)))
     numbers = {id(layer): number for number, layer in layers.items()}
-    record = MaskRecord({number: LayerRecord(mask) for number, mask in masks.items()})
     attend = AttentionInterface()[NAME]
 
     def attend_and_record(module, query, key, value, attention_mask, **options):
@@ -213,21 +196,17 @@ def record_masks(model: torch.nn.Module) -> Iterator[MaskRecord]:
 
     AttentionInterface.register(NAME, attend_and_record)
     try:
-        with torch.compiler.set_stance("force_eager"):  # graphs record nothing
+        with record_layers(masks) as record:
             yield record
     finally:
         AttentionInterface.register(NAME, attend)
 
 
 def _describe_layer(layer) -> str:
-    """Returns the text that print(model) shows of an attention layer, beside its modules."""
-    own = type(layer).extra_repr(layer)
-    if _implementation(layer) != NAME:
-        return own
     settings = getattr(layer, SETTINGS)
     choice = settings.prompt_choice
     dense = "" if choice is None else f"; dense_below={choice.dense_below}, dense_last={choice.dense_last}"
-    return "\n".join(filter(None, (own, f"sparse_flash mask: {settings.plan or settings.mask}{dense}")))
+    return describe_layer(layer, f"{settings.plan or settings.mask}{dense}" if _implementation(layer) == NAME else None)
 
 
 def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] | None:
@@ -265,7 +244,8 @@ def _switch(model, part, layers) -> None:
         model.config.attn_implementation = NAME
     switched = part if hasattr(part, "set_attn_implementation") else model
     before = _implementation(switched)
-    others = [(module, _implementation(module)) for module in find_other_attention(model, layers)]
+    chosen = set(map(id, layers))
+    others = [(one, _implementation(one)) for one in model.modules() if takes_interface(one) and id(one) not in chosen]
     switched.set_attn_implementation(NAME)
     unswitched = next((layer for layer in layers if _implementation(layer) != NAME), None)
     left = [(module, was) for module, was in others if _implementation(module) == NAME != was]

@@ -10,25 +10,25 @@ from types import CodeType
 import torch
 from transformers import PreTrainedModel
 
+from ..models import ADVICE, library_of
+
 _REFUSED_KEYWORDS = {"position_bias"}
 _NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own methods also name the interface
 
 
 def unwrap_model(model: object) -> PreTrainedModel:
     """Returns the one Transformers model in a module: itself, or what DataParallel, DDP, FSDP, torch.compile or PEFT wraps."""
-    parts = model.modules() if isinstance(model, torch.nn.Module) else [model]
-    of_diffusers = any(kind.__module__.startswith("diffusers.") for part in parts for kind in type(part).__mro__)
-    other = "call use_sparse_flash(pipe.transformer, spec) of sparse_flash.integrations.diffusers for a video model of diffusers"
+    other = ADVICE["diffusers"] if library_of(model) == "diffusers" else None
     if not isinstance(model, torch.nn.Module):
-        way_out = other if of_diffusers else "load one by from_pretrained"
+        way_out = other or "load one by from_pretrained"
         raise TypeError(f"model must be a loaded model; got {type(model).__name__}; {way_out}")
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     inner = {id(part) for one in models for part in one.modules() if part is not one}
     held = [one for one in models if id(one) not in inner]
     if len(held) != 1:
         names = " and ".join(type(one).__name__ for one in held)
-        none = other if of_diffusers else "call sparse_flash.attention in its code instead"
-        way_out = f"{names}; pass the one that is meant" if held else f"none; {none}"
+        none = f"none; {other or 'call sparse_flash.attention in its code instead'}"
+        way_out = f"{names}; pass the one that is meant" if held else none
         raise TypeError(f"model must be a PreTrainedModel, or hold one; got {type(model).__name__}, which holds {way_out}")
     return held[0]
 
@@ -73,12 +73,6 @@ def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
             "of them to switch; call sparse_flash.attention in its code instead"
         )
     return dict(sorted(zip(numbers, found, strict=True)))
-
-
-def find_other_attention(model: torch.nn.Module, layers) -> list[torch.nn.Module]:
-    """Returns the modules that call the interface and are not in ``layers``."""
-    chosen = set(map(id, layers))
-    return [module for module in model.modules() if takes_interface(module) and id(module) not in chosen]
 
 
 def _is_attention(module: torch.nn.Module) -> bool:

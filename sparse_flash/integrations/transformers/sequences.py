@@ -1,4 +1,4 @@
-"""Finds the packed sequences of a call, and separates them by a mask where ``attention_varlen`` cannot.
+"""Finds the packed sequences of a call.
 
 Sequences come from the first of these that the call has:
 
@@ -14,20 +14,13 @@ fails at run time if a row has more than one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from ...compat.pytorch import assert_in_graph
-from ...masks.block_mask import BlockMask
-from ...masks.parsing import parse
-from ...masks.pattern import And, Pattern
-from .limits import depends_on_position
-from .masks import SLICED_AND_PACKED, ModelMask
+from .model_mask import SLICED_AND_PACKED, ModelMask
 
 _PACKED_ERROR = (
     "position_ids are of packed sequences; in compiled code, pass cu_seq_lens_q and cu_seq_lens_k too "
@@ -124,46 +117,3 @@ def _bounds_of(starts: torch.Tensor) -> torch.Tensor:
     number = torch.where(starts, starts.cumsum(0) - 1, tokens + 1)
     token = torch.arange(tokens, device=starts.device, dtype=torch.int32)
     return torch.full((tokens + 2,), tokens, dtype=torch.int32, device=starts.device).scatter(0, number, token)[:-1]
-
-
-def separate_sequences(
-    model_mask: ModelMask, mask: Pattern | str | BlockMask | None, cu_seqlens: torch.Tensor, batch: int
-) -> tuple[ModelMask, Pattern | str | BlockMask | None]:
-    """Returns (model_mask with packed sequences among its limits, ``mask``), for calls that are not ``attention_varlen``'s. Where a
-    mask or a limit depends on positions, they count from the start of each sequence. ``mask`` is then one of the limits, and None
-    is returned."""
-    q_length = model_mask.q_length
-    if model_mask.key_count != q_length or model_mask.first_key_position:
-        raise ValueError(
-            "position_ids, or cu_seq_lens_q, must be of one sequence where a call goes on from a cache, which does not say "
-            "whose keys it holds; got packed sequences; pass them in the first call, or each with a cache of its own"
-        )
-    mask_restarts = depends_on_position(mask) and not isinstance(mask, BlockMask)
-    restarting = [limit for limit in model_mask.limits if len(limit) > 1 or depends_on_position(limit[0])]
-    # Chunks are moved to the first token, where sequences start anyway.
-    inner = [*([mask] if mask_restarts else []), *(getattr(limit[0], "pattern", limit[0]) for limit in restarting)]
-    pattern = And.of(*(parse(part) if isinstance(part, str) else part for part in inner)) if inner else None
-    limits: list[Pattern | str] = []
-    bounds = cu_seqlens.tolist()
-    for row, padding in enumerate(model_mask.left_padding or [0] * batch):
-        in_row = (bound - row * q_length for bound in bounds)
-        starts = sorted({0, padding, *(start for start in in_row if 0 < start < q_length)})
-        documents = f"documents({[*starts, q_length]})"
-        restarted = [] if pattern is None else [pattern.map_leaves(partial(_Restarted, starts=tuple(starts)))]
-        limits.append(And.of(parse(documents), *restarted) if restarted else documents)
-    limit = tuple(limits) if len(set(limits)) > 1 else (limits[0],)
-    staying = tuple(one for one in model_mask.limits if one not in restarting)
-    return model_mask.changed(limits=(*staying, limit)), None if mask_restarts else mask
-
-
-@dataclass(frozen=True)
-class _Restarted(Pattern):
-    """A pattern whose positions count from the start of each packed sequence. starts: ascending, from 0."""
-
-    pattern: Pattern
-    starts: tuple[int, ...]
-
-    def token_rule(self, q, kv):
-        starts = np.asarray(self.starts)
-        first = starts[np.searchsorted(starts, q, side="right") - 1]
-        return self.pattern.token_rule(q - first, kv - first)

@@ -1,10 +1,10 @@
-"""Shares a model's sequence among several ranks, by a plan: its inputs and its attention."""
+"""Shares a model's sequence among several ranks, by a plan: its inputs."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,10 +12,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...api.shared import SharedSequence
 from ...compat.pytorch import assert_in_graph
-from .limits import is_window, keeps_all
-
-if TYPE_CHECKING:
-    from .attend import LayerCall
 
 _IGNORED = -100  # a label that counts for nothing, in Transformers' losses
 # Arguments of models: those that are sharded, and others that mean the same on each rank.
@@ -108,29 +104,3 @@ def _check_positions(plan: SharedSequence, positions: torch.Tensor) -> None:
         assert_in_graph(~wrong, error)
     elif wrong:
         raise ValueError(error)
-
-
-def attend_by_plan(call: LayerCall, block_indices: torch.Tensor | None) -> torch.Tensor:
-    """Calls ``plan.attention`` for a layer, whose mask was made for the tokens of this rank. Returns (batch, heads, tokens,
-    head_dim). block_indices: the choice of a layer that chooses blocks, None for others. Raises ValueError for what a plan does not
-    support, and for restrictions of the model that it cannot know."""
-    plan, settings, model_mask = cast(SharedSequence, call.settings.plan), call.settings, call.model_mask
-    unsupported = {
-        "a soft cap": bool(call.softcap),
-        "a 4-D attention_mask, or a config.attention_chunk_size shorter than the sequence": model_mask.kept_pairs is not None,
-        "padding": model_mask.key_starts is not None,
-        "a choice of blocks": block_indices is not None,
-    }
-    if any(unsupported.values()):
-        names = ", ".join(name for name, used in unsupported.items() if used)
-        raise ValueError(f"{names} cannot be used with a plan; call use_sparse_flash with a mask for that")
-    limits = [str(limit[0]) for limit in model_mask.limits if not keeps_all(limit[0], plan.q_len)]
-    if limits:
-        setting = "sliding_window to None" if is_window(limits[0]) else f"attention_chunk_size to {plan.q_len}"
-        raise ValueError(
-            f"the layer's own mask is {' & '.join(limits)}, and a plan cannot be joined with it; make it part of the layer's mask "
-            f"in the plan, and set the model's config.{setting}"
-        )
-    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout, "sinks": call.sinks}
-    options |= {"deterministic": settings.deterministic, "backend": settings.backend}
-    return plan.attention(call.query, call.key, call.value, **options)

@@ -1,8 +1,9 @@
-"""Records which pairs the layers of a switched model keep, and why a layer ran dense. It knows no library's models."""
+"""What the adapters of model libraries share: advice, checks, printed layers, and the record of which pairs layers keep and why a
+layer ran dense. It knows no library's models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,47 @@ from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached
 from ..masks.pattern import short_text
 from ..selection.block_selection import BlockSelection
+
+# What to call instead, for a model of another library.
+ADVICE = {
+    "diffusers": "call use_sparse_flash(pipe.transformer, spec) of sparse_flash.integrations.diffusers for a video model of "
+    "diffusers",
+    "transformers": "call use_sparse_flash of sparse_flash.integrations.transformers for a model of Transformers",
+}
+
+
+def library_of(model: object) -> str | None:
+    """Returns the library that a model, or a part of it, is of: a key of ``ADVICE``; None for others."""
+    parts = model.modules() if isinstance(model, torch.nn.Module) else [model]
+    found = {cls.__module__.partition(".")[0] for part in parts for cls in type(part).__mro__}
+    return next((name for name in ADVICE if name in found), None)
+
+
+def check_layers(dense_layers: Any, numbers: Collection[int]) -> frozenset[int]:
+    """Returns the layers that a user wants dense. numbers: of a model's layers. Raises ValueError for others."""
+    if not isinstance(dense_layers, Iterable):
+        raise ValueError(f"dense_layers must be numbers of layers, such as [0, 1]; got {dense_layers!r}")
+    dense = tuple(dense_layers)
+    if wrong := [number for number in dense if isinstance(number, bool) or number not in numbers]:
+        raise ValueError(f"dense_layers must name layers of the model, {min(numbers)} to {max(numbers)}; got {wrong}")
+    return frozenset(dense)
+
+
+def unswitched_error(got: str, call: str) -> ValueError:
+    return ValueError(f"model must be one that use_sparse_flash switched; got {got}; call {call}")
+
+
+def describe_layer(layer: torch.nn.Module, text: str | None) -> str:
+    """Returns what print(model) shows of an attention layer besides its modules. text: of its mask; None if it is not switched."""
+    own = type(layer).extra_repr(layer)
+    return own if text is None else "\n".join(filter(None, (own, f"sparse_flash mask: {text}")))
+
+
+@contextmanager
+def record_layers(masks: Mapping[int, Any]) -> Iterator[MaskRecord]:
+    """A context with a new record of layers under these masks. Compiled models run uncompiled in it, as graphs record nothing."""
+    with torch.compiler.set_stance("force_eager"):
+        yield MaskRecord({number: LayerRecord(mask) for number, mask in masks.items()})
 
 
 @dataclass

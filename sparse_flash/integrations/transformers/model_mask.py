@@ -1,26 +1,31 @@
 """A model's own mask: the answer to Transformers, which requests one mask for all layers of a kind (those with a window, those
-without), and passes it to attention. A ``ModelMask`` holds spec text instead of a tensor of pairs."""
+without), and passes it to attention. A ``ModelMask`` holds numbers and spec text instead of a tensor of pairs.
+
+Two readers take from Transformers' arguments what the mask keeps, and return one record. ``_read_function`` looks into the mask
+function. Compiled code cannot inspect functions, so ``_read_arguments`` takes what Transformers passes beside it. Both must say the
+same of a mask, except that the second does not see packed sequences: ``sequences`` finds those.
+"""
 
 from __future__ import annotations
 
 import inspect
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+from torch.nn.functional import pad
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from ...compat.constants import constant_in_graphs
 from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
-from ...masks.build import from_heads
-from ...masks.cache import as_block_mask, compile_cached
+from ...masks.cache import compile_cached
 from ...masks.memory import cached_until_cleared
-from ...masks.parsing import parse
-from ...masks.pattern import Pattern, PerBatch, PerHead
+from ...masks.parsing import parse, text_of
+from ...masks.pattern import And, Pattern
 from ...masks.rules import move_pattern
-from .limits import is_window, keeps_all, limits_of_entry, restrict_mask
-from .read_mask import MaskParts, read_arguments, read_function
 
 _BLOCK = 128
 # Pairs of a mask that is not a pattern, over all batch entries: a byte each, scanned on the host.
@@ -35,12 +40,37 @@ SLICED_AND_PACKED = (
 )
 
 
+@constant_in_graphs
+def restrict_mask(mask: Any, limits: tuple[str, ...], position: int) -> Pattern | str:
+    """Returns the mask, a Pattern, spec text or None for all pairs, within the limits, for keys from a position on; as text if it
+    has one."""
+    return _restrict_cached(mask, limits, position)
+
+
+@cached_until_cleared(maxsize=1024)
+def _restrict_cached(mask: Pattern | str | None, limits: tuple[str, ...], position: int) -> Pattern | str:
+    parts = [parse(limit) if isinstance(limit, str) else limit for limit in (*limits, mask) if limit is not None]
+    restricted = And.of(*(part.map_leaves(partial(_move_leaf, by=-position)) for part in parts))
+    return text_of(restricted) or restricted
+
+
+def _move_leaf(leaf: Pattern, by: int) -> Pattern:
+    counts_from_the_end = leaf.bind_length(0) != leaf
+    return leaf if leaf.chooses or counts_from_the_end else move_pattern(leaf, by)
+
+
+def depends_on_position(mask: Any) -> bool:
+    """Whether a mask depends on more than the distance of query and key."""
+    mask = parse(mask) if isinstance(mask, str) else mask
+    return mask is not None and (not isinstance(mask, Pattern) or move_pattern(mask, 1) != mask)
+
+
 class ModelMask(FlexBlockMask):
     """A model's own mask of (q_length, kv_length) pairs, created once per forward pass for the layers of one kind.
 
-    base: "causal" or "full". limits: further restrictions, as spec texts or Patterns on absolute positions; each a tuple of one, or
-    of one per batch entry. kept_pairs: a further restriction as a bool tensor, broadcastable to (batch, heads, q_length,
-    kv_length); None for none.
+    base: "causal" or "full". window: a query sees keys that are fewer tokens away. chunk: a query sees keys of its own chunk of so
+    many tokens, counted from each sequence's first token. kept_pairs: a further restriction as a bool tensor, broadcastable to
+    (batch, heads, q_length, kv_length). None for none of these.
     first_key_position: of the first key. A cache of a window drops earlier keys.
     key_count: the number of keys up to the last query's. A static cache holds further ones. None if only ``key_count_tensor``, 0-d,
     knows; that is None if no key comes after.
@@ -56,17 +86,17 @@ class ModelMask(FlexBlockMask):
     """
 
     def __init__(
-        self, q_length, kv_length, base="full", limits=(), kept_pairs=None, first_key_position=0, key_count=None,
+        self, q_length, kv_length, base="full", window=None, chunk=None, kept_pairs=None, first_key_position=0, key_count=None,
         key_count_tensor=None, key_starts=None, key_stops=None, first_token=None, sequence_starts=None, refusal=None, arguments=None
     ):  # fmt: skip
         self.q_length, self.kv_length, self.first_key_position = q_length, kv_length, first_key_position
-        self.base, self.limits, self.kept_pairs = base, limits, kept_pairs
+        self.base, self.window, self.chunk, self.kept_pairs = base, window, chunk, kept_pairs
         self.key_count, self.key_count_tensor = key_count, key_count_tensor
         self.key_starts, self.key_stops, self.first_token = key_starts, key_stops, first_token
         self.sequence_starts, self.refusal, self.arguments = sequence_starts, refusal, arguments
         # Made once for all layers of a kind, by uncompiled code.
         self.found_sequences = None  # (position_ids, what ``find_sequences`` found)
-        self._converted, self._moved, self._tables = {}, {}, {}
+        self._converted, self._tables = {}, {}
 
     def changed(self, **fields) -> ModelMask:
         """Returns this mask with other fields."""
@@ -115,7 +145,7 @@ class ModelMask(FlexBlockMask):
         return self.changed(q_length=q_length, kept_pairs=kept, refusal=refusal, arguments=arguments)
 
     def __repr__(self):
-        return f"ModelMask(base={self.base!r}, limits={self.limits}, q_length={self.q_length}, kv_length={self.kv_length})"
+        return f"ModelMask(base={self.base!r}, limits={self.limits()}, q_length={self.q_length}, kv_length={self.kv_length})"
 
     def convert_for(self, implementation: str):
         """Returns the same mask in the form for another attention implementation of Transformers."""
@@ -132,9 +162,11 @@ class ModelMask(FlexBlockMask):
         return counts if any(counts) else []
 
     @cached_property
-    def key_runs(self) -> list[list[int]]:
+    def sequences(self) -> list[list[int]]:
         """[first_token, key_start, key_stop] of each sequence."""
-        return torch.stack([self.first_token, self.key_starts, self.key_stops], 1).tolist()
+        starts = (self.first_token - self.first_key_position).clamp(min=0) if self.key_starts is None else self.key_starts
+        stops = torch.full_like(starts, self.key_count) if self.key_stops is None else self.key_stops
+        return torch.stack([self.first_token, starts, stops], 1).tolist()  # one wait for the GPU
 
     @cached_property
     def ends_early(self) -> bool:
@@ -149,22 +181,16 @@ class ModelMask(FlexBlockMask):
         pairs = self.kept_pairs[..., : self.key_count].expand(-1, -1, self.q_length, -1)
         return bool(pairs.triu(self.key_count - self.q_length + 1).any())
 
-    def has_only_windows(self) -> bool:
-        return all(is_window(one) for limit in self.limits for one in limit)
+    def is_chunked(self, kv_length: int | None = None) -> bool:
+        """Whether chunks leave pairs out. kv_length: of all ranks; None for this mask's."""
+        keys = self.kv_length if kv_length is None else kv_length
+        return self.chunk is not None and self.chunk < self.first_key_position + keys
 
-    def add_moved_limit(self, mask: Pattern | str | BlockMask) -> ModelMask:
-        """Returns this mask with ``mask`` among its limits, whose positions count from each sequence's first token."""
-        if mask not in self._moved:
-            if isinstance(mask, BlockMask):
-                raise ValueError(
-                    "a layer's BlockMask must be of one length; got a batch padded on the left, beside a cache, padding between "
-                    "tokens or limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
-                )
-            pattern = parse(mask) if isinstance(mask, str) else mask
-            limits = tuple(move_pattern(pattern, count) for count in self.left_padding)
-            limits = limits[:1] if len(set(limits)) == 1 else limits
-            self._moved[mask] = self.changed(first_token=None, limits=(*self.limits, limits))
-        return self._moved[mask]
+    def limits(self, kv_length: int | None = None) -> tuple[str, ...]:
+        """Returns the spec texts of the window and the chunks, where they leave pairs out. kv_length: as for ``is_chunked``."""
+        keys = self.kv_length if kv_length is None else kv_length
+        window = () if self.window is None or self.window >= keys else (f"local({self.window})",)
+        return (*window, f"block_diagonal(block={self.chunk})") if self.is_chunked(kv_length) else window
 
     def intersect(self, mask: Pattern | str | BlockMask | None, device: torch.device) -> Pattern | str | BlockMask | None:
         """Returns the intersection of ``mask``, which replaces ``base``, and the model's other restrictions, for keys up to
@@ -172,19 +198,16 @@ class ModelMask(FlexBlockMask):
 
         mask: a Pattern, spec text, a BlockMask of these lengths, or None for all pairs.
         """
-        limits = tuple(
-            limit for limit in self.limits if len(limit) > 1 or not keeps_all(limit[0], self.kv_length, self.first_key_position)
-        )
+        limits = self.limits()
         if isinstance(mask, BlockMask):
             self._check_block_mask(mask, limits)
         # Compiled code with masks of positions keeps all keys, so graphs do not depend on the position.
         position = 0 if torch.compiler.is_compiling() else self.first_key_position
-        if self.kept_pairs is None and all(len(limit) == 1 for limit in limits):
-            return restrict_mask(mask, tuple(limit[0] for limit in limits), position, position)
+        mask = restrict_mask(mask, limits, position) if limits or (mask is not None and position) else mask
+        if self.kept_pairs is None:
+            return mask
         if (mask, device) not in self._tables:
-            entries = range(max(map(len, limits), default=1))
-            masks = [restrict_mask(mask, limits_of_entry(limits, entry), position, position) for entry in entries]
-            self._tables[mask, device] = self._build_table(tuple(masks), device)
+            self._tables[mask, device] = self._build_table(mask, device)
         return self._tables[mask, device]
 
     def _check_block_mask(self, mask: BlockMask, limits: tuple) -> None:
@@ -195,24 +218,20 @@ class ModelMask(FlexBlockMask):
                 "length"
             )
         if limits or self.first_key_position:
-            said = " & ".join(str(limit[0]) for limit in limits) or f"keys from position {self.first_key_position} on"
+            said = " & ".join(limits) or f"keys from position {self.first_key_position} on"
             windowed = ", or set the model's config.sliding_window to None" * said.startswith("local(")
             raise ValueError(f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; pass a Pattern{windowed}")
 
-    def _build_table(self, masks: tuple, device: torch.device) -> BlockMask:
-        """Returns the table of masks, one for all batch entries or one for each, within ``kept_pairs``."""
-        if self.kept_pairs is None:
-            return _compile_entries(masks, self.q_length, self.key_count, device)
+    def _build_table(self, mask: Any, device: torch.device) -> BlockMask:
+        """Returns the table of a mask within ``kept_pairs``."""
         if self.kept_pairs[..., :1, :1].numel() * self.q_length * self.key_count > _MOST_PAIRS:
             raise ValueError(
                 f"the model's mask is not a pattern, and {self.q_length} x {self.key_count} pairs of each of "
                 f"{self.kept_pairs.shape[0]} sequences are too many to keep one by one; use shorter sequences or smaller batches"
             )
         kept = self.kept_pairs[..., : self.key_count].to(device).expand(-1, -1, self.q_length, -1)
-        if len(masks) > 1:
-            kept = kept & _compile_entries(masks, self.q_length, self.key_count, device).to_dense()
-        elif (one := masks[0]) is not None:
-            table = one if isinstance(one, BlockMask) else compile_cached(one, self.q_length, self.key_count, _BLOCK, device)
+        if mask is not None:
+            table = mask if isinstance(mask, BlockMask) else compile_cached(mask, self.q_length, self.key_count, _BLOCK, device)
             kept = kept & table.to_dense()
         return BlockMask.from_dense(kept, _BLOCK)
 
@@ -220,17 +239,78 @@ class ModelMask(FlexBlockMask):
 _FIELDS = tuple(inspect.signature(ModelMask.__init__).parameters)[1:]
 
 
-@cached_until_cleared(maxsize=64)
-def _compile_entries(patterns: tuple, q_length: int, kv_length: int, device) -> BlockMask:
-    """Returns a mask with one pattern per batch entry, or one per head of each. patterns: they, their texts, or None."""
-    read = [parse("full" if one is None else one) if isinstance(one, str | None) else one for one in patterns]
-    if wrong := [one for one in read if isinstance(one, PerBatch) and len(one.patterns) not in (1, len(read))]:
-        raise ValueError(f"per_batch must be for the batch's {len(read)} sequences; got {len(wrong[0].patterns)} patterns")
-    read = [one.patterns[entry % len(one.patterns)] if isinstance(one, PerBatch) else one for entry, one in enumerate(read)]
-    heads = max(len(one.patterns) if isinstance(one, PerHead) else 1 for one in read)
-    by_head = [head for one in read for head in (one.patterns if isinstance(one, PerHead) else [one] * heads)]
-    compiled = {one: as_block_mask(one, q_length, kv_length, _BLOCK) for one in dict.fromkeys(by_head)}
-    return from_heads([compiled[one] for one in by_head], len(patterns), heads).to(device)
+class _MaskParts(NamedTuple):
+    """The parts of a mask: see ``ModelMask``. is_known: whether they are all of the mask."""
+
+    base: str = "full"
+    window: int | None = None
+    chunk: int | None = None
+    sequence_starts: torch.Tensor | None = None
+    is_known: bool = True
+
+
+def _read_arguments(arguments: dict[str, Any]) -> _MaskParts:
+    """Reads a mask within torch.compile. Raises ValueError for masks that are not clear from the arguments."""
+    bidirectional = "allow_is_bidirectional_skip" in arguments
+    size, config = arguments.get("local_size"), arguments.get("config")
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    unclear = size is not None and (size == window) == (size == chunk)
+    if arguments.get("use_vmap") or unclear or arguments["mask_function"].__name__ == "or_mask":
+        raise ValueError(
+            "the model masks by functions of its own, which torch.compile cannot read; compile it with another attention "
+            "implementation, or call it uncompiled"
+        )
+    base = "full" if bidirectional else "causal"
+    if size is None or size == chunk:
+        return _MaskParts(base, chunk=size)
+    return _MaskParts(base, size + 1 if bidirectional else size)
+
+
+def _read_function(function: Any) -> _MaskParts:
+    """Reads a mask function by its name, and by what its closure holds."""
+    code = getattr(function, "__code__", None)
+    if code is None:  # such as a partial
+        return _MaskParts(is_known=False)
+    name = function.__qualname__.removesuffix(".<locals>.inner_mask")
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    held = {variable: cell.cell_contents for variable, cell in cells}
+    match name:
+        case "causal_mask_function":
+            return _MaskParts("causal")
+        case "bidirectional_mask_function":
+            return _MaskParts()
+        case "and_masks.<locals>.and_mask":
+            return _join_parts([_read_function(part) for part in held["mask_functions"]])
+        case "sliding_window_overlay":
+            return _MaskParts(window=held["sliding_window"])
+        case "sliding_window_bidirectional_overlay":
+            return _MaskParts(window=held["sliding_window"] + 1)
+        case "chunked_overlay":  # its left_padding is first_token
+            return _MaskParts(chunk=held["chunk_size"])
+        case "packed_sequence_mask_function":
+            starts = pad(held["packed_sequence_mask"].diff() != 0, (1, 0), value=True)
+            return _MaskParts(sequence_starts=starts if starts[:, 1:].any() else None)
+        case "remap_positions_for_packed_sequence":
+            # The distance of two tokens of one sequence does not change; another restriction separates sequences. Chunks count
+            # from the start of each, as long as these positions do: they begin at 0, and again wherever they do not go on by one.
+            parts, positions = _read_function(held["mask_function"]), held["position_ids"]
+            if parts.chunk is not None and int(positions.max()) >= parts.chunk:
+                first = pad(positions.diff() != 1, (1, 0), value=True)
+                return parts._replace(is_known=parts.is_known and bool((positions[first] == 0).all()))
+            return parts
+    return _MaskParts(is_known=False)
+
+
+def _join_parts(parts: list[_MaskParts]) -> _MaskParts:
+    """Returns the intersection of masks."""
+    chunks = {part.chunk for part in parts} - {None}
+    return _MaskParts(
+        "causal" if any(part.base == "causal" for part in parts) else "full",
+        min((part.window for part in parts if part.window is not None), default=None),
+        next(iter(chunks), None),
+        next((part.sequence_starts for part in parts if part.sequence_starts is not None), None),
+        len(chunks) < 2 and all(part.is_known for part in parts),
+    )
 
 
 def create_model_mask(**arguments) -> ModelMask:
@@ -238,7 +318,7 @@ def create_model_mask(**arguments) -> ModelMask:
     if isinstance(arguments["q_offset"], torch.Tensor):  # of a static cache, which adds to it before a layer attends
         arguments["q_offset"] = arguments["q_offset"].clone()
     compiling, padding = torch.compiler.is_compiling(), arguments.get("attention_mask")
-    parts: MaskParts = read_arguments(arguments) if compiling else read_function(arguments["mask_function"])
+    parts = _read_arguments(arguments) if compiling else _read_function(arguments["mask_function"])
     q_length, kv_length, first_key_position = (arguments[name] for name in ("q_length", "kv_length", "kv_offset"))
     mask = ModelMask(q_length, kv_length, first_key_position=first_key_position, arguments=arguments)
     _set_key_count(mask, arguments["q_offset"])
@@ -246,7 +326,7 @@ def create_model_mask(**arguments) -> ModelMask:
         mask.kept_pairs = sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
         mask.first_token = None if padding is None else padding.bool().int().argmax(1)
         return mask
-    mask.base, mask.limits, mask.sequence_starts = parts.base, parts.limits, parts.sequence_starts
+    mask.base, mask.window, mask.chunk, mask.sequence_starts = parts[:4]
     # If every token sees every other, keys past the queries' are not the future but extra ones.
     if mask.base == "full" and mask.key_count is not None and mask.key_count < kv_length:
         mask.refusal = (
@@ -307,8 +387,7 @@ def _set_padding(mask: ModelMask, exist: torch.Tensor) -> None:
 def assume_mask(module, query, key, sliding_window, is_causal) -> ModelMask:
     """Returns the mask of a layer that receives none: causal if the layer is, with the last query aligned to the last key."""
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    limits = () if sliding_window is None else ((f"local({sliding_window})",),)
-    return ModelMask(query.shape[2], key.shape[2], "causal" if causal else "full", limits, key_count=key.shape[2])
+    return ModelMask(query.shape[2], key.shape[2], "causal" if causal else "full", sliding_window, key_count=key.shape[2])
 
 
 def convert_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> ModelMask:
