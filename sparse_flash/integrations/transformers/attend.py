@@ -18,7 +18,7 @@ from ...api.varlen import attention_varlen
 from ...compat.names import NAMESPACE
 from ...masks.block_mask import BlockMask
 from ...masks.parsing import parse
-from ...masks.pattern import Pattern, PerBatch, PerEntry
+from ...masks.pattern import And, Pattern, PerBatch, PerEntry
 from ...packed.rows import lay_out_rows
 from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
@@ -407,7 +407,7 @@ def _unpack(tensor: torch.Tensor, batch: int) -> torch.Tensor:
 
 
 def _attend_documents(call: LayerCall, mask: _Mask, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Attends packed sequences in rows of their own, for calls that ``attention_varlen`` does not take."""
+    """Attends packed sequences that ``attention_varlen`` does not take: as documents of a mask, or in rows of their own."""
     model_mask, batch, tokens = call.model_mask, len(call.query), call.query.shape[2]
     if model_mask.key_count != tokens or model_mask.first_key_position:
         raise ValueError(
@@ -422,6 +422,13 @@ def _attend_documents(call: LayerCall, mask: _Mask, cu_seqlens: torch.Tensor) ->
     bounds = sorted({*cu_seqlens.tolist(), *range(0, (batch + 1) * tokens, tokens), *chain.from_iterable(exist)})
     rows, lengths = [bound // tokens for bound in bounds[:-1]], list(map(sub, bounds[1:], bounds))
     counts = [n * (exist[row][0] <= bound < exist[row][1]) for row, bound, n in zip(rows, bounds, lengths, strict=False)]
+    pattern = parse(mask) if isinstance(mask, str) else mask
+    if model_mask.kept_pairs is None and not _needs_positions(call.settings, model_mask) and not isinstance(pattern, PerEntry):
+        # Distances are the same on the whole axis, so documents are one more limit, in memory for the tokens alone.
+        inner = [[bound - row * tokens for bound in bounds if row * tokens <= bound <= (row + 1) * tokens] for row in range(batch)]
+        separate: Pattern = PerBatch(tuple(parse(f"documents({row})") for row in inner))
+        mask = model_mask.intersect(separate if pattern is None else And.of(separate, pattern), call.query.device)
+        return _attend(call, call.query, *_cut_cache(call)[:2], mask, **_lengths_of(model_mask))
     if model_mask.kept_pairs is not None:
         places = [(row, bound % tokens, bound % tokens + n) for row, bound, n in zip(rows, bounds, counts, strict=False) if n]
         return _attend_runs(call, mask, [_TokenRun(row, low, high, low, high, 0) for row, low, high in places])
