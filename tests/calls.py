@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+import pytest
 import torch
 import torch.distributed as dist
-from accepted import DEVICE
+from accepted import DEVICE, fitted
+from hypothesis import currently_in_test_context, reject
 from oracle import compare, compared, dense_attention, existing, kept_pairs, tensor
 from picked import drawn_picks, kept_by_picks
 from torch.distributed.device_mesh import init_device_mesh
 
 import sparse_flash as sf
+from sparse_flash import backends
 from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
 from sparse_flash.kernels.common.layout import empty_out
 from sparse_flash.masks.pattern import PerHead
@@ -117,6 +121,41 @@ def spoil(t: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """A copy in the same memory order, with NaN where it is hidden; -1 for integers."""
     spoiled = (t.float() if t.element_size() == 1 else t).masked_fill(hidden, float("nan") if t.is_floating_point() else -1)
     return t.new_empty_strided(t.shape, t.stride()).copy_(spoiled)
+
+
+def is_interpreted(backend: str) -> bool:
+    return backend == "triton" and DEVICE == "cpu"
+
+
+def name_of(row: dict) -> str:
+    """The id of a test of some changed sizes."""
+    return ", ".join(f"{name} {value}" for name, value in row.items()).replace("[", "(").replace("]", ")")
+
+
+@contextmanager
+def unless_refused():
+    """Drops an example that the back end refuses; skips a test of one call, with the back end's reason."""
+    try:
+        yield
+    except ValueError as error:
+        if "cannot run this call" not in str(error):
+            raise
+        if currently_in_test_context():
+            reject()
+        pytest.skip(str(error))
+
+
+def sizes_for(backend: str, **given) -> Sizes:
+    """The usual sizes with changes, in the dtype, head dimensions and blocks that the back end accepts. Skips without it."""
+    if backend != "auto" and (reason := backends.get_backend(backend).why_unavailable()):
+        pytest.skip(f"{backend}: {reason}")
+    asked = {name: given[name] for name in ("dtype", "head_dim", "v_head_dim", "block_size") if name in given}
+    usual = {"dtype": torch.float32, "head_dim": 16, "block_size": 32}
+    usual = {name: value for name, value in usual.items() if name not in asked}
+    asked |= fitted("torch" if backend == "auto" else backend, usual, **asked)
+    # Triton's interpreter takes a second where others take a millisecond.
+    few = {"heads": 2, "kv_heads": 1, "q_len": 40, "kv_len": 40} if is_interpreted(backend) else {}
+    return replace(Sizes(backend=backend), **{"v_head_dim": asked["head_dim"]} | few | given | asked)
 
 
 def assert_right(call: Call, backend: str, keeps_order: bool = False) -> None:
@@ -363,8 +402,9 @@ def in_pages(t: torch.Tensor, size: int, unused: float | bool = 0) -> tuple[torc
     return stored, order.view(batch, -1).int()
 
 
-def decode(sizes: Sizes) -> Call:
-    """The last queries of sequences of different lengths, over a cache in one piece, or in pages if there is a size of them."""
+def decode(sizes: Sizes, mask: sf.BlockMask | None = None) -> Call:
+    """The last queries of sequences of different lengths, over a cache in one piece, or in pages if there is a size of them. mask:
+    the table, if the call gets one."""
     sizes = replace(sizes, batch=len(sizes.lens)) if sizes.lens else sizes
     q, k, v = normal(replace(sizes, q_len=min(sizes.q_len, sizes.queries)))
     lens = torch.arange(sizes.batch, dtype=torch.int32, device=DEVICE) * 7 + sizes.kv_len - 7 * (sizes.batch - 1)
@@ -372,7 +412,7 @@ def decode(sizes: Sizes) -> Call:
     held, hidden = cache_of(sizes, lens, k, v)
 
     def run(q, k, v, lens, table=None):
-        return sf.attention_decode(q, k, v, sizes.spec, kv_lens=lens, block_table=table, **sizes.options())
+        return sf.attention_decode(q, k, v, mask or sizes.spec, kv_lens=lens, block_table=table, **sizes.options())
 
     return replace(decode_of(sizes, q, k, v, lens), run=run, others=(*held[:2], lens, *held[2:]), hidden=hidden)
 

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 every_entry = pytest.mark.parametrize("entry", ENTRIES)
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 SIZES = Sizes() if DEVICE == "cpu" else Sizes(dtype=torch.float16, head_dim=64, v_head_dim=64)
+# Beside the usual terms, what runs draw or compile functions for.
+TERMS = (*SIZES.terms, "dropout", "own")
 # Modes that some calls do not have: the modes, the calls, and why.
 LACKS = (
     ("compiled fake graph", "block_sparse_call", "it reads lengths and head types on the host"),
@@ -56,7 +58,7 @@ def assert_same(ours, wanted, exact: bool = DEVICE == "cpu") -> None:
 
 @every_entry
 def test_compiled_code_gives_what_eager_code_gives_in_one_graph(entry):
-    call, counter = make(entry, "compiled"), CompileCounterWithBackend("aot_eager")
+    call, counter = make(entry, "compiled", terms=TERMS), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call.run, fullgraph=True, backend=counter)
     assert_same(call.outcome(compiled), call.outcome())
     again = replace(call, inputs=tuple(t.flip(0) * 0.5 for t in call.inputs))
@@ -175,7 +177,7 @@ def test_inference_mode_changes_no_result(entry):
 
 @every_entry
 def test_activation_checkpointing_changes_no_gradient(entry):
-    call = make(entry)
+    call = make(entry, terms=TERMS)
     if call.differentiable:
         assert_same(call.outcome(lambda *t: checkpoint(call.run, *t, use_reentrant=False)), call.outcome())
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import strategies
 import torch
-from accepted import DEVICE, fitted, shapes
+from accepted import DEVICE, shapes
 from calls import (
     ENTRIES,
     SPEC,
@@ -19,15 +18,18 @@ from calls import (
     assert_right,
     attention_under_a_table,
     attention_with_terms,
+    is_interpreted,
+    name_of,
     normal,
+    sizes_for,
     terms_of,
+    unless_refused,
 )
-from hypothesis import currently_in_test_context, given, reject, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import BACKENDS, LAYOUTS
 
 import sparse_flash as sf
-from sparse_flash import backends
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
@@ -40,38 +42,8 @@ TOLD = ("attention", "attention_under_a_table", "attention_with_terms", "context
 KEEP_ORDER = (*TOLD[:3], "decode", "decode_in_pages", "topk", "choose", "blocks")
 
 
-@contextmanager
-def unless_refused():
-    """Drops an example that the back end refuses; skips a test of one call, with the back end's reason."""
-    try:
-        yield
-    except ValueError as error:
-        if "cannot run this call" not in str(error):
-            raise
-        if currently_in_test_context():
-            reject()
-        pytest.skip(str(error))
-
-
-def sizes_for(backend: str, **given) -> Sizes:
-    """The usual sizes with changes, in the dtype, head dimensions and blocks that the back end accepts. Skips without it."""
-    if backend != "auto" and (reason := backends.get_backend(backend).why_unavailable()):
-        pytest.skip(f"{backend}: {reason}")
-    asked = {name: given[name] for name in ("dtype", "head_dim", "v_head_dim", "block_size") if name in given}
-    usual = {"dtype": torch.float32, "head_dim": 16, "block_size": 32}
-    usual = {name: value for name, value in usual.items() if name not in asked}
-    asked |= fitted("torch" if backend == "auto" else backend, usual, **asked)
-    # Triton's interpreter takes a second where others take a millisecond.
-    few = {"heads": 2, "kv_heads": 1, "q_len": 40, "kv_len": 40} if is_interpreted(backend) else {}
-    return replace(Sizes(backend=backend), **{"v_head_dim": asked["head_dim"]} | few | given | asked)
-
-
 def made(entry: str, sizes: Sizes) -> Call:
     return ENTRIES[entry](sizes)
-
-
-def is_interpreted(backend: str) -> bool:
-    return backend == "triton" and DEVICE == "cpu"
 
 
 # Results and gradients.
@@ -150,10 +122,6 @@ ROWS = [
     {"spec": "~full"},
     {"heads": 6, "spec": "local(3) & ~prefix(30)"},  # rows that keep nothing
 ]
-
-
-def name_of(row: dict) -> str:
-    return ", ".join(f"{name} {value}" for name, value in row.items()).replace("[", "(").replace("]", ")")
 
 
 @every_backend
