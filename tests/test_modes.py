@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 every_entry = pytest.mark.parametrize("entry", ENTRIES)
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-SIZES = Sizes() if DEVICE == "cpu" else Sizes(dtype=torch.float16, head_dim=64, v_head_dim=64)
+SIZES = Sizes(v_head_dim=24) if DEVICE == "cpu" else Sizes(dtype=torch.float16, head_dim=64, v_head_dim=64)
 # Beside the usual terms, what runs draw or compile functions for.
 TERMS = (*SIZES.terms, "dropout", "own")
 # Modes that some calls do not have: the modes, the calls, and why.
