@@ -75,7 +75,7 @@ class Call:
     """inputs: the tensors that the call differentiates. others: those that it only reads, such as lengths. run: from both to
     (out,) or (out, lse). define: the same from inputs in float64. differentiable: whether run gives gradients. hidden: bool for
     each of inputs and others, broadcastable to it: the numbers that no result depends on, such as padding; None: there are none.
-    spoiled_queries: bool, of hidden queries whose incoming gradients are NaN too."""
+    spoiled_queries: bool, of hidden queries whose incoming gradients are NaN too. out_alone: only out is differentiated."""
 
     inputs: Results
     run: Callable[..., Results]
@@ -84,6 +84,7 @@ class Call:
     differentiable: bool = True
     hidden: tuple[torch.Tensor | None, ...] = ()
     spoiled_queries: torch.Tensor | None = None
+    out_alone: bool = False
 
     def __call__(self) -> Results:
         return self.run(*self.inputs, *self.others)
@@ -108,8 +109,8 @@ class Call:
         results = (run or self.run)(*leaves, *self.others)
         if not self.differentiable:
             return list(results)
-        finite = [t.masked_fill(t.isneginf(), 0.0) for t in results]
-        return [*(t.detach() for t in results), *torch.autograd.grad(finite, leaves, self.cotangents(results))]
+        finite = [t.masked_fill(t.isneginf(), 0.0) for t in results[: 1 if self.out_alone else None]]
+        return [*(t.detach() for t in results), *torch.autograd.grad(finite, leaves, self.cotangents(finite))]
 
     def defined(self, dtype: torch.dtype | None = torch.float64) -> list[torch.Tensor]:
         """The outcome by definition; in another dtype, or None for that of the inputs, as PyTorch's operations compute it."""
@@ -493,23 +494,32 @@ def topk(sizes: Sizes) -> Call:
     return Call((q, k, v), run, lambda *t: dense_attention(*t, kept))
 
 
+# every, block, picks of a choice, whether each head picks, what is always kept: which of them a seed takes.
+SELECTIONS = (
+    (1, 16, 2, False, "sinks(3)"),
+    (1, 16, 3, True, None),
+    (1, 64, 2, False, "sinks(4) | local(20)"),
+    (4, 16, 3, False, None),
+    (40, 16, 3, True, "strided(7)"),
+    (1, 512, 2, False, None),
+)
+
+
 def selection(sizes: Sizes) -> Call:
-    """Blocks of 16 keys that each query picked, and the first three keys."""
-    shape = sizes.batch, sizes.kv_heads, sizes.q_len, 2
-    picks = drawn_picks(shape, 1, 16, sizes.q_len, sizes.kv_len, sizes.seed)
+    """Blocks of keys that each query or group of queries picked, and what is always kept. All of some queries' picks are -1."""
+    every, block, count, by_head, always = SELECTIONS[sizes.seed % len(SELECTIONS)]
+    pickers, q_len, kv_len = sizes.heads if by_head else sizes.kv_heads, sizes.q_len, sizes.kv_len
+    picks = drawn_picks((sizes.batch, pickers, -(-q_len // every), count), every, block, q_len, kv_len, sizes.seed)
+    picks[:, :, 10:20] = -1
 
     def run(q, k, v, picks):
-        chosen = sf.BlockSelection.from_picks(
-            picks, 16, q_len=q.shape[2], kv_len=k.shape[2], own=False, always="sinks(3)", check=False
-        )
-        return sf.attention(q, k, v, chosen, return_lse=True, backend=sizes.backend)
+        options = {"every": every, "q_len": q.shape[2], "kv_len": k.shape[2], "own": False, "always": always, "check": False}
+        chosen = sf.BlockSelection.from_picks(picks, block, **options)
+        return sf.attention(q, k, v, chosen, **sizes.options())
 
-    kept = (
-        kept_by_picks(picks, 1, 16, sizes.q_len, sizes.kv_len).any(3)
-        | kept_by("causal & sinks(3)", sizes.q_len, sizes.kv_len).cpu()
-    )
-    kept = kept.repeat_interleave(sizes.heads // sizes.kv_heads, 1).to(DEVICE)
-    return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, kept), (picks,))
+    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3).repeat_interleave(sizes.heads // pickers, 1).to(DEVICE)
+    kept = kept if always is None else kept | kept_by(f"causal & ({always})", q_len, kv_len)
+    return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, kept, sizes.scale), (picks,))
 
 
 def selection_by_query(sizes: Sizes) -> Call:

@@ -96,7 +96,8 @@ def test_results_and_gradients_are_those_of_the_definition(entry, backend):
     @given(drawn_sizes(entry, backend))
     def property_holds(sizes):
         with unless_refused():
-            assert_right(made(entry, sizes), backend, entry in KEEP_ORDER)
+            call = replace(made(entry, sizes), out_alone=sizes.seed % 3 == 0)
+            assert_right(call, backend, entry in KEEP_ORDER)
 
     property_holds()
 
