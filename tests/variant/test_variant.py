@@ -172,42 +172,6 @@ def test_philox_gives_the_words_that_its_authors_give():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@parametrize("block_size", [128, 256])
-@parametrize("mask", [*MASKS, "wide"])
-@parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@parametrize("head_dim", [64, 128])
-@parametrize("backend", ["triton", "hopper"])
-def test_pairs_are_dropped_as_defined_at_the_tile_sizes_of_a_gpu(backend, head_dim, dtype, mask, block_size):
-    # Values name keys in out, and the gradient of out names queries in dV; as many at a time as head_dim.
-    q_len, kv_len = 300, 420
-    q, k, _, _ = inputs(dtype, q_len, kv_len, head_dim)
-    q, k = 0.2 * q, 0.2 * k  # no weight rounds to 0
-    with unless_refused():
-        sf.attention(q, k, k, dropout_p=0.3, backend=backend)
-    with heavy_rows_split():
-        spec = {**MASKS, "wide": "local(40) | global_tokens(140)"}[mask]
-        table = spec and sf.compile_mask(spec, q_len, kv_len, block_size, device=DEVICE)
-
-    def names(like, first):
-        named = torch.zeros_like(like)
-        torch.diagonal(named, first, -1, -2).fill_(1.0)
-        return named
-
-    for turn, first in enumerate(range(0, kv_len, head_dim)):  # also repeats launches, under another seed
-        v = names(torch.empty(2, KV_HEADS, kv_len, head_dim, device=DEVICE, dtype=dtype), first).requires_grad_()
-        dout = names(torch.empty_like(q), first)
-        wanted = surviving(q, k, 0.3, turn)
-        wanted = wanted if table is None else wanted & table.to_dense().to(DEVICE)
-        torch.manual_seed(turn)
-        out = sf.attention(q, k, v, table, dropout_p=0.3, backend=backend)
-        (dv,) = torch.autograd.grad(out, v, dout)
-        keys = wanted[..., first : first + head_dim]
-        assert torch.equal(out[..., : keys.shape[-1]] != 0, keys)
-        queries = wanted[:, :, first : first + head_dim].any(1, keepdim=True).mT
-        assert torch.equal(dv[..., : queries.shape[-1]] != 0, queries)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @parametrize("parts", [False, True], ids=["whole", "parts"])
 @parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @parametrize("kv_heads", [1, 2])
