@@ -51,7 +51,7 @@ def made(entry: str, sizes: Sizes) -> Call:
 
 @st.composite
 def drawn_sizes(draw, entry: str, backend: str) -> Sizes:
-    longest = 100 if is_interpreted(backend) else 200
+    longest = 60 if is_interpreted(backend) else 200
     shape = draw(shapes("torch" if backend == "auto" else backend))
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1), (3, 1)]))
     q_len, kv_len = (min(n, longest) for n in draw(strategies.lengths))
@@ -92,7 +92,7 @@ def test_results_and_gradients_are_those_of_the_definition(entry, backend):
     with unless_refused():
         made(entry, sizes_for(backend))()
 
-    @settings(max_examples=2 if is_interpreted(backend) else 12)
+    @settings(max_examples=2 if is_interpreted(backend) else 8)
     @given(drawn_sizes(entry, backend))
     def property_holds(sizes):
         with unless_refused():
