@@ -230,65 +230,65 @@ bool(((counts < 0) | (counts > len(entry))).any())  =>  bool((counts > len(entry
 kept = kept | (is_forced != 0)  =>  kept = kept | ((is_forced != 0) & (ordered > _NEVER))
 @ 16 selection/choice | selection/test_choice | a query's own block counts among the best before it
 possible = (column < before) & ~scores.isnan()  =>  possible = (column <= before) & ~scores.isnan()
-@ 17 selection/torch | selection/test_selected_attention | picks by query head read the keys of another key head
+@ 17 selection/torch | test_properties selection/test_selected_attention | picks by query head read the keys of another key head
 torch.arange(self.heads, device=q.device) * k.shape[1] // self.heads  =>  torch.arange(self.heads, device=q.device) % k.shape[1]
-@ 18 selection/decode | selection/test_selected_decoding | kv_lens beyond the cache's capacity are taken as they are
+@ 18 selection/decode | test_properties selection/test_selected_decoding | kv_lens beyond the cache's capacity are taken as they are
 kv_lens.long().clamp(max=capacity)  =>  kv_lens.long()
 @ 19 kernels/selection/pick_blocks | kernels/test_pick_blocks selection/test_choice | strides before a block count
 inside = tl.minimum(step + REACH, PER_BLOCK) - tl.maximum(step, 0)  =>  inside = tl.minimum(step + REACH, PER_BLOCK) - step
-@ 20 packed/gather_rows | api/test_varlen | tokens of no document have lse 0
+@ 20 packed/gather_rows | test_properties api/test_varlen | tokens of no document have lse 0
 .masked_fill_((index < 0)[:, None, None], fill)  =>  .masked_fill_((index < 0)[:, None, None], 0.0)
-@ 21 packed/repack | api/test_varlen | a document's last block of keys is taken whole
+@ 21 packed/repack | test_properties api/test_varlen | a document's last block of keys is taken whole
 k_len[d] - cols[piece] * BLOCK, BLOCK)  =>  BLOCK, BLOCK)
-@ 22 api/varlen | api/test_varlen | scale is ignored
+@ 22 api/varlen | test_properties api/test_varlen | scale is ignored
 options: dict[str, Any] = {"scale": scale, "return_lse": True  =>  options: dict[str, Any] = {"scale": None, "return_lse": True
-@ 23 api/arguments | api/test_attention api | an error of empty tensors does not say what it got
+@ 23 api/arguments | test_refusals api | an error of empty tensors does not say what it got
 must not be empty; got shape {tuple(tensor.shape)}")  =>  must not be empty")
-@ 24 api/call | test_refusals | checks of a call are remembered whatever the shape of v
+@ 24 api/call | test_refusals test_properties | checks of a call are remembered whatever the shape of v
 key = q.shape, k.shape, v.shape, types, fits,  =>  key = q.shape, k.shape, types, fits,
 @ 25 api/layer | api/test_layer | a cache keeps the graph of keys and values that require gradients
 in enumerate((k.detach(), v.detach())):  =>  in enumerate((k, v)):
-@ 26 api/decoding_arguments | api/test_decode_e4m3 | scales of keys and values may have different strides
+@ 26 api/decoding_arguments | test_properties api/test_decode_e4m3 | scales of keys and values may have different strides
 if found[0].stride() != found[1].stride() or found[0].stride(2) != 1:  =>  if found[0].stride(2) != 1:
-@ 27 dispatch/operators | dispatch api/test_attention | a NaN gradient of lse reaches inputs through queries that keep nothing
+@ 27 dispatch/operators | test_properties dispatch | a NaN gradient of lse reaches inputs through queries that keep nothing
 backends.zero_keyless_queries(dlse, lse)  =>  dlse.contiguous()
-@ 28 dispatch/operators | dispatch api/test_attention | compiled code takes the default scale from v's head_dim
+@ 28 dispatch/operators | test_properties dispatch api/test_attention | compiled code takes the default scale from v's head_dim
 (backend, call)\n    scale = q.shape[3] ** -0.5  =>  (backend, call)\n    scale = v.shape[3] ** -0.5
 @ 29 dispatch/operators | dispatch | forward-mode differentiation is not refused
 if in_differentiating_transform() or has_forward_derivative(*tensors):  =>  if in_differentiating_transform():
-@ 30 variant/definition | variant | ALiBi counts queries from the first key where lengths differ
+@ 30 variant/definition | test_properties variant | ALiBi counts queries from the first key where lengths differ
 slopes * (pairs.q_pos - pairs.key).abs()  =>  slopes * (pairs.query - pairs.key).abs()
-@ 31 variant/definition | variant | sinks are left out of lse
+@ 31 variant/definition | test_properties variant | sinks are left out of lse
 total = torch.logaddexp(lse, sinks.expand_as(lse))  =>  total = lse.clone()
-@ 32 variant/definition | variant | tokens that do not exist are cleared in the caller's tensors
+@ 32 variant/definition | test_properties variant | tokens that do not exist are cleared in the caller's tensors
 return x.clone().masked_fill_(~exist[:, None, :, None], 0.0)  =>  return x.masked_fill_(~exist[:, None, :, None], 0.0)
-@ 33 variant/variant | variant dispatch | compiled code gives no gradient of rel_bias
+@ 33 variant/variant | test_properties variant dispatch | compiled code gives no gradient of rel_bias
 learned=LEARNED in words,  =>  learned=False,
-@ 34 backends/torch | variant backends | the backward pass does not divide by the share that dropout keeps
+@ 34 backends/torch | test_properties variant backends | the backward pass does not divide by the share that dropout keeps
 dscores.div_(rule.kept_share).add_(minus_delta)  =>  dscores.add_(minus_delta)
-@ 35 backends/torch | api/test_attention backends | results do not keep q's memory order
+@ 35 backends/torch | test_properties api/test_attention backends | results do not keep q's memory order
 values.dtype == x.dtype and values.stride() == empty_out(x, values.shape[3], "meta").stride()  =>  values.dtype == x.dtype
 @ 36 backends/torch | api/test_decode | decoding takes one mask for all heads if the first sequence's heads share one
 mask.mask_index[sequence if len(mask.mask_index) > 1 else 0].unique()  =>  mask.mask_index[0].unique()
 @ 37 backends/aten_cpu | backends/test_cpu | dQ of a row in several pieces is that of one piece
 dq[call.rows] = dq[call.rows] + of_q if call.merges else of_q  =>  dq[call.rows] = of_q
-@ 38 backends/triton | backends api dispatch | a head_dim of v above 256 is not refused
+@ 38 backends/triton | backends api test_refusals | a head_dim of v above 256 is not refused
 (widest := max(call.head_dim, call.v_head_dim)) > MAX_HEAD_DIM  =>  (widest := call.head_dim) > MAX_HEAD_DIM
-@ 39 kernels/portable/forward | variant api/test_attention | values of keys that do not exist may be NaN
+@ 39 kernels/portable/forward | test_properties variant api/test_attention | values of keys that do not exist may be NaN
 v = tl.where(exists[:, None], v, 0.0)  =>  v = tl.where(exists[:, None], v, v)
-@ 40 kernels/portable/backward | kernels/test_one_launch api/test_attention | the gradient of lse has the wrong sign
+@ 40 kernels/portable/backward | kernels/test_one_launch test_properties api/test_attention | the gradient of lse has the wrong sign
 delta -= tl.load(dlse + query,  =>  delta += tl.load(dlse + query,
-@ 41 kernels/portable/backward | kernels/test_one_launch api/test_attention masks/test_per_head | dK takes the key head's mask
+@ 41 kernels/portable/backward | kernels/test_one_launch test_properties masks/test_per_head | dK takes the key head's mask
 load_mask_number(rows, batch, head), first //  =>  load_mask_number(rows, batch, kv_head), first //
-@ 42 kernels/portable/scores | variant | steps partly within max_distance take the last element of rel_bias
+@ 42 kernels/portable/scores | test_properties variant | steps partly within max_distance take the last element of rel_bias
 (first_distance - (sizes.TILE_M - 1) >= REACH)  =>  (first_distance >= REACH)
-@ 43 kernels/portable/decode | api/test_decode | splits past the last one are merged
+@ 43 kernels/portable/decode | test_properties api/test_decode | splits past the last one are merged
 exists = row < (splits.count - split) * ROWS  =>  exists = row < ROWS
 @ 44 kernels/portable/merge | parallel/test_merges | a partial result that is NaN leaves no trace
 merges |= theirs != theirs  =>  merges |= theirs > 0.0
 @ 45 kernels/launch/launch | kernels/test_replay kernels/test_specialization | calls of other strides repeat a launch
 (t.dtype, t.shape, t.stride()) for t in inputs  =>  (t.dtype, t.shape) for t in inputs
-@ 46 kernels/launch/launch | masks/test_per_head api/test_attention | kernels swap the strides of batch and heads in mask_index
+@ 46 kernels/launch/launch | masks/test_per_head test_properties | kernels swap the strides of batch and heads in mask_index
 return (index, *table[:5], *mask.tiles, *strides)  =>  return (index, *table[:5], *mask.tiles, *reversed([*strides]))
 @ 47 kernels/hopper/backward_rows | kernels/test_hopper_backward_on_cpu kernels/test_hopper_on_cpu | delta lacks dropout's share
 delta *= share  =>  delta *= 1.0

@@ -7,24 +7,43 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
+import pytest
 import torch
-from accepted import DEVICE
-from oracle import dense_attention, kept_pairs, tensor
+import torch.distributed as dist
+from accepted import DEVICE, fitted
+from hypothesis import currently_in_test_context, reject
+from oracle import compare, compared, dense_attention, existing, kept_pairs, tensor
 from picked import drawn_picks, kept_by_picks
+from torch.distributed.device_mesh import init_device_mesh
 
 import sparse_flash as sf
+from sparse_flash import backends
 from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
+from sparse_flash.kernels.common.layout import empty_out
+from sparse_flash.masks.pattern import PerHead
+from sparse_flash.variant.definition import Pairs, kept_by_dropout
+from sparse_flash.variant.variant import build_variant
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
 
 Results = tuple[torch.Tensor, ...]
 SPEC = "causal & (local(20) | sinks(3))"
+SEED = 5  # of what a call drops
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a call. backend: "auto", or the name of a back end, where the call takes one. layout: see ``oracle.tensor``."""
+    """Of a call. backend: "auto", or the name of a back end, where the call takes one. layout: see ``oracle.tensor``. The rest
+    matters to some calls. spec: of the mask, a Pattern or text. block_size: of a table. terms: names of ``terms_of``. lens, k_lens:
+    tokens of each document, or of each sequence in a cache. queries: of a decoding call. page: tokens of a page."""
 
     batch: int = 2
     heads: int = 4
@@ -37,23 +56,138 @@ class Sizes:
     layout: str = "heads first"
     backend: str = "auto"
     seed: int = 0
+    spec: sf.Pattern | str | None = SPEC
+    block_size: int = 64
+    terms: tuple[str, ...] = ("kv_lens", "softcap", "alibi", "bias", "sinks")
+    scale: float | None = None
+    deterministic: bool | None = None
+    lens: tuple[int, ...] | None = None
+    k_lens: tuple[int, ...] | None = None
+    queries: int = 3
+    page: int | None = None
+
+    def options(self) -> dict:
+        return {"scale": self.scale, "backend": self.backend, "return_lse": True}
 
 
 @dataclass(frozen=True)
 class Call:
     """inputs: the tensors that the call differentiates. others: those that it only reads, such as lengths. run: from both to
-    (out,) or (out, lse). define: the same in float64, from inputs in float64. differentiable: whether run gives gradients. packed:
-    whether tokens come before heads. lacks: names of the modes that do not apply, each with its reason."""
+    (out,) or (out, lse). define: the same from inputs in float64. differentiable: whether run gives gradients. hidden: bool for
+    each of inputs and others, broadcastable to it: the numbers that no result depends on, such as padding; None: there are none.
+    spoiled_queries: bool, of hidden queries whose incoming gradients are NaN too. out_alone: only out is differentiated."""
 
     inputs: Results
     run: Callable[..., Results]
     define: Callable[..., Results]
     others: Results = ()
     differentiable: bool = True
-    lacks: dict[str, str] = field(default_factory=dict)
+    hidden: tuple[torch.Tensor | None, ...] = ()
+    spoiled_queries: torch.Tensor | None = None
+    out_alone: bool = False
 
     def __call__(self) -> Results:
         return self.run(*self.inputs, *self.others)
+
+    def spoiled(self) -> Call:
+        """The call with NaN in its hidden numbers; -1 where these are integers."""
+        hidden = (*self.hidden, *[None] * (len(self.inputs) + len(self.others) - len(self.hidden)))
+        made = [t if which is None else spoil(t, which) for t, which in zip((*self.inputs, *self.others), hidden, strict=True)]
+        inputs, others = tuple(made[: len(self.inputs)]), tuple(made[len(self.inputs) :])
+        return replace(self, inputs=inputs, others=others, spoiled_queries=hidden[0])
+
+    def cotangents(self, results: Results) -> list[torch.Tensor]:
+        """Incoming gradients of results, the same at each call."""
+        waves = [torch.arange(t.numel(), device=t.device).mul(1.7).sin().view(t.shape).to(t.dtype) for t in results]
+        queries = self.spoiled_queries
+        return waves if queries is None else [spoil(w, queries if w.dim() == 4 else queries[..., 0]) for w in waves]
+
+    def outcome(self, run=None) -> list[torch.Tensor]:
+        """Results, and the gradients of all inputs where the call has gradients."""
+        leaves = [t.detach().requires_grad_(self.differentiable) for t in self.inputs]
+        torch.manual_seed(SEED)
+        results = (run or self.run)(*leaves, *self.others)
+        if not self.differentiable:
+            return list(results)
+        finite = [t.masked_fill(t.isneginf(), 0.0) for t in results[: 1 if self.out_alone else None]]
+        return [*(t.detach() for t in results), *torch.autograd.grad(finite, leaves, self.cotangents(finite))]
+
+    def defined(self, dtype: torch.dtype | None = torch.float64) -> list[torch.Tensor]:
+        """The outcome by definition; in another dtype, or None for that of the inputs, as PyTorch's operations compute it."""
+        inputs = tuple(t.to(dtype or t.dtype) for t in self.inputs)
+        return replace(self, inputs=inputs, others=(), hidden=()).outcome(self.define)
+
+
+def spoil(t: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """A copy in the same memory order, with NaN where it is hidden; -1 for integers."""
+    spoiled = (t.float() if t.element_size() == 1 else t).masked_fill(hidden, float("nan") if t.is_floating_point() else -1)
+    return t.new_empty_strided(t.shape, t.stride()).copy_(spoiled)
+
+
+def is_interpreted(backend: str) -> bool:
+    return backend == "triton" and DEVICE == "cpu"
+
+
+def name_of(row: dict) -> str:
+    """The id of a test of some changed sizes."""
+    return ", ".join(f"{name} {value}" for name, value in row.items()).replace("[", "(").replace("]", ")")
+
+
+@contextmanager
+def unless_refused():
+    """Drops an example that the back end refuses; skips a test of one call, with the back end's reason."""
+    try:
+        yield
+    except ValueError as error:
+        if "cannot run this call" not in str(error):
+            raise
+        if currently_in_test_context():
+            reject()
+        pytest.skip(str(error))
+
+
+def sizes_for(backend: str, **given) -> Sizes:
+    """The usual sizes with changes, in the dtype, head dimensions and blocks that the back end accepts. Skips without it."""
+    if backend != "auto" and (reason := backends.get_backend(backend).why_unavailable()):
+        pytest.skip(f"{backend}: {reason}")
+    asked = {name: given[name] for name in ("dtype", "head_dim", "v_head_dim", "block_size") if name in given}
+    usual = {"dtype": torch.float32, "head_dim": 16, "block_size": 32}
+    usual = {name: value for name, value in usual.items() if name not in asked}
+    asked |= fitted("torch" if backend == "auto" else backend, usual, **asked)
+    # Triton's interpreter takes a second where others take a millisecond.
+    few = {"heads": 2, "kv_heads": 1, "q_len": 40, "kv_len": 40} if is_interpreted(backend) else {}
+    return replace(Sizes(backend=backend), **{"v_head_dim": asked["head_dim"]} | few | given | asked)
+
+
+def assert_right(call: Call, backend: str, keeps_order: bool = False) -> None:
+    """Compares results and gradients with the definition by the rule of ``oracle``: at most twice the error of PyTorch's operations
+    in the same dtype on the same inputs, plus rounding. What is hidden is NaN. keeps_order: out lies in memory as q does."""
+    wanted, theirs, ours = call.defined(), call.defined(None), call.spoiled().outcome()
+    results, dtype = len(ours) - len(call.inputs) * call.differentiable, call.inputs[0].dtype
+    largest = max([1.0, *(_largest(t) for t in (*call.inputs, *wanted[:results]))])
+    exponent = _largest(wanted[1]) if results > 1 else 0.0
+    assert ours[0].dtype == dtype and all(t.dtype in (dtype, torch.float32) for t in ours[1:results])
+    if keeps_order:
+        stride = empty_out(call.inputs[0], ours[0].shape[3], "meta").stride()
+        assert all(a == b for a, b, size in zip(ours[0].stride(), stride, ours[0].shape, strict=True) if size > 1)
+    for number, (mine, of_pytorch, right) in enumerate(zip(ours, theirs, wanted, strict=True)):
+        assert mine.shape == right.shape
+        error, allowed = compare(mine, of_pytorch, right, exponent, largest**3 if number >= results else 0.0)
+        if number >= results and mine.dtype != dtype:
+            # A gradient of all queries of a head has the rounding of each of them.
+            allowed += torch.finfo(dtype).eps * float(wanted[0].abs().sum())
+        if number == 1 < results and backend in ("torch", "auto") and mine.device.type == "cpu" and dtype.itemsize == 2:
+            allowed += torch.finfo(dtype).eps / 8  # exponentials of PyTorch's kernel are rougher in 16 bits
+        assert error <= allowed, f"{number} of the outcome is off by {error:.3g}; {allowed:.3g} is allowed"
+    if results > 1 and ours[1].dim() == 3:
+        empty = wanted[1].isneginf()
+        assert not ours[0][empty].any()
+        assert not call.differentiable or not ours[2][empty].any(), "a query that keeps nothing has a gradient"
+    compared[backend] += 1
+
+
+def _largest(t: torch.Tensor) -> float:
+    return float(t.detach().nan_to_num(neginf=0.0).abs().max()) if t.numel() else 0.0
 
 
 def normal(sizes: Sizes) -> list[torch.Tensor]:
@@ -64,139 +198,293 @@ def normal(sizes: Sizes) -> list[torch.Tensor]:
     return [tensor(shape, sizes.layout, dtype=sizes.dtype, generator=generator) for shape in shapes]
 
 
-def kept_by(spec: str | None, q_len: int, kv_len: int) -> torch.Tensor:
+def kept_by(spec: sf.Pattern | str | None, q_len: int, kv_len: int) -> torch.Tensor:
+    """(q_len, kv_len) bool; (heads, q_len, kv_len) for a mask of each head."""
     if not q_len or not kv_len:
         return torch.ones(q_len, kv_len, dtype=torch.bool, device=DEVICE)
-    return kept_pairs(spec and sf.parse(spec), None, q_len, kv_len).to(DEVICE)
+    pattern = sf.parse(spec) if isinstance(spec, str) else spec
+    if isinstance(pattern, PerHead):
+        return torch.stack([kept_by(one, q_len, kv_len) for one in pattern.patterns])
+    return kept_pairs(pattern, None, q_len, kv_len).to(DEVICE)
 
 
-def attention(sizes: Sizes, spec: str | None = SPEC, **terms) -> Call:
-    """terms: of ``attention``, other than tensors that are differentiated."""
-
+def attention(sizes: Sizes) -> Call:
     def run(q, k, v):
-        return sf.attention(q, k, v, spec, return_lse=True, backend=sizes.backend, **terms)
+        return sf.attention(q, k, v, sizes.spec, deterministic=sizes.deterministic, **sizes.options())
 
-    kept = kept_by(spec, sizes.q_len, sizes.kv_len)
-    return Call(tuple(normal(sizes)), run, lambda q, k, v: dense_attention(q, k, v, kept, **terms))
+    kept = kept_by(sizes.spec, sizes.q_len, sizes.kv_len)
+    return Call(tuple(normal(sizes)), run, lambda q, k, v: dense_attention(q, k, v, kept, sizes.scale))
 
 
 def attention_under_a_table(sizes: Sizes) -> Call:
-    mask = sf.compile_mask(SPEC, sizes.q_len, sizes.kv_len, block_size=64, device=DEVICE)
-    call = attention(sizes)
-    return replace(call, run=lambda *t: sf.attention(*t, mask, return_lse=True, backend=sizes.backend))
-
-
-def attention_with_terms(sizes: Sizes) -> Call:
-    """Lengths, a soft cap, slopes, a bias and sinks; bias and sinks are learned."""
-    generator = torch.Generator().manual_seed(sizes.seed + 1)
-    slopes, bias, sinks = (
-        torch.randn(shape, generator=generator).to(DEVICE) for shape in (sizes.heads, (sizes.heads, 41), sizes.heads)
+    mask = sf.compile_mask(
+        sf.full() if sizes.spec is None else sizes.spec, sizes.q_len, sizes.kv_len, block_size=sizes.block_size, device=DEVICE
     )
-    lens = torch.randint(1, sizes.kv_len + 1, (sizes.batch,), generator=generator).to(DEVICE) if sizes.kv_len else None
-
-    def terms(bias, sinks, lens):
-        return {"softcap": 5.0, "alibi_slopes": 0.1 * slopes.abs(), "rel_bias": bias, "sinks": sinks, "kv_lens": lens}
-
-    def run(q, k, v, bias, sinks, lens=None):
-        return sf.attention(q, k, v, SPEC, return_lse=True, backend=sizes.backend, **terms(bias, sinks, lens))
-
-    kept = kept_by(SPEC, sizes.q_len, sizes.kv_len)
-
-    def define(q, k, v, bias, sinks):
-        return dense_attention(q, k, v, kept, **terms(bias, sinks, lens))
-
-    return Call((*normal(sizes), bias, sinks), run, define, () if lens is None else (lens,))
+    mask = replace(mask, coarse=None)  # else a GPU never sees small blocks
+    options = {"deterministic": sizes.deterministic, **sizes.options()}
+    return replace(attention(sizes), run=lambda *t: sf.attention(*t, mask, **options))
 
 
-def bounds_of(tokens: int) -> torch.Tensor:
+if triton:
+
+    @triton.jit
+    def own_in_triton(score, batch, head, q_pos, k_pos, params):
+        weight = tl.load(params[0] + batch * tl.load(params[1]) + head)
+        return tl.where((q_pos + 3 * k_pos) % 7 == 0, -float("inf"), score + weight * score * score)
+
+    @triton.jit
+    def own_derivative(score, batch, head, q_pos, k_pos, params):
+        weight = tl.load(params[0] + batch * tl.load(params[1]) + head)
+        return tl.where((q_pos + 3 * k_pos) % 7 == 0, 0.0, 1.0 + 2.0 * weight * score)
+
+else:
+    own_in_triton = own_derivative = None
+
+
+def own_in_torch(score, batch, head, q_pos, k_pos, params):
+    weight = params[0][batch, head].to(score.dtype)
+    return torch.where((q_pos + 3 * k_pos) % 7 == 0, -float("inf"), score + weight * score * score)
+
+
+OWN = sf.ScoreFunction(own_in_torch, own_in_triton, own_derivative)
+LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
+
+
+def every_term(sizes: Sizes) -> dict[str, dict]:
+    """Arguments of ``attention`` by a name for them. What is learned requires a gradient."""
+    generator, (batch, heads) = torch.Generator().manual_seed(sizes.seed + 1), (sizes.batch, sizes.heads)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    def of(*values):
+        return torch.tensor((values * batch)[:batch], dtype=torch.int64, device=DEVICE)
+
+    def queries(*starts):
+        return of(*starts).clamp(max=sizes.q_len)
+
+    def keys(*starts):
+        return of(*starts).clamp(max=sizes.kv_len)
+
+    return {
+        "kv_lens": {"kv_lens": of(41, 90)},
+        "kv_lens of nothing": {"kv_lens": of(0, 1000)},
+        "q_lens": {"q_lens": of(70, 33).int()},
+        "starts": {"kv_starts": keys(50, -3), "q_starts": queries(33, 64).int()},
+        "lengths": {"kv_starts": keys(10, 64), "kv_lens": of(20, 75), "q_starts": queries(9, 0), "q_lens": of(40, 0)},
+        "dropout": {"dropout_p": 0.25},
+        "softcap": {"softcap": 5.0},
+        "small softcap": {"softcap": 0.7},
+        "large softcap": {"softcap": 1e4},  # which loses nothing that its size multiplies
+        "alibi": {"alibi_slopes": 0.1 * normal(heads).abs()},
+        "steep alibi": {"alibi_slopes": torch.ones(heads, device=DEVICE)},
+        "alibi of batch": {"alibi_slopes": normal(batch, heads).abs()},
+        "bias": {"rel_bias": normal(heads, 41).requires_grad_()},
+        "short bias": {"rel_bias": normal(heads, 3).requires_grad_()},
+        "frozen bias": {"rel_bias": normal(heads, 41)},
+        "own": {
+            "score_mod": OWN,
+            "score_params": (0.1 * normal(batch, heads), torch.tensor([heads], dtype=torch.int32).to(DEVICE)),
+        },
+        "sinks": {"sinks": normal(heads).requires_grad_()},
+        "no sinks": {"sinks": normal(heads).fill_(float("-inf")).requires_grad_()},
+    }
+
+
+TERMS = tuple(every_term(Sizes()))
+
+
+def terms_of(sizes: Sizes) -> dict:
+    """The arguments of ``attention`` for all terms of a call."""
+    every, given = every_term(sizes), {}
+    for name in sizes.terms:
+        given |= every[name]
+    return given
+
+
+def surviving(q, k, dropout_p: float, seed: int = SEED) -> torch.Tensor:
+    """Returns the pairs that dropout keeps in the first call after manual_seed(seed): (batch, heads, q_len, kv_len) bool."""
+    torch.manual_seed(seed)
+    return kept_by_dropout(build_variant(q, k, dropout_p=dropout_p), Pairs.all(q, k))
+
+
+def attention_with_terms(sizes: Sizes, mask: sf.BlockMask | None = None) -> Call:
+    """Lengths, dropout, a soft cap, slopes, a function of scores, a bias and sinks; bias and sinks are learned. mask: the table, if
+    it is not the usual one."""
+    given = terms_of(sizes)
+    learned = [name for name in ("rel_bias", "sinks") if name in given and given[name].requires_grad]
+    lengths = [name for name in LENGTHS if name in given]
+    fixed = {name: value for name, value in given.items() if name not in (*learned, *lengths)}
+    q, k, v = normal(sizes)
+    kept, lens = kept_by(sizes.spec, sizes.q_len, sizes.kv_len), {name: given[name] for name in lengths}
+    survives = surviving(q, k, fixed["dropout_p"]) if "dropout_p" in fixed else None
+    options = {"deterministic": sizes.deterministic, **sizes.options(), **fixed}
+
+    def run(q, k, v, *rest):
+        return sf.attention(q, k, v, mask or sizes.spec, **options, **dict(zip((*learned, *lengths), rest, strict=True)))
+
+    def define(q, k, v, *rest):
+        of_rest = dict(zip(learned, rest, strict=True))
+        return dense_attention(q, k, v, kept, sizes.scale, survives=survives, **fixed, **lens, **of_rest)
+
+    queries = ~existing(sizes.q_len, lens.get("q_starts"), lens.get("q_lens"))[:, None, :, None]
+    keys = ~existing(sizes.kv_len, lens.get("kv_starts"), lens.get("kv_lens"))[:, None, :, None]
+    inputs = q, k, v, *(given[name].detach() for name in learned)
+    return Call(inputs, run, define, tuple(lens.values()), hidden=(queries, keys, keys) if lens else ())
+
+
+def one_rank():
+    """A mesh of this process. Its group ends with the plan that is made of it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(DEVICE, (1,))
+
+
+def context_parallel(sizes: Sizes) -> Call:
+    """A plan of several ranks, on one."""
+    try:
+        options = {"heads": sizes.heads, "kv_heads": sizes.kv_heads, "block_size": sizes.block_size}
+        plan = sf.context_parallel(sf.full() if sizes.spec is None else sizes.spec, sizes.q_len, one_rank(), **options)
+    finally:
+        dist.destroy_process_group()
+    past = torch.arange(plan.tokens, device=DEVICE)[None, None, :, None] >= sizes.q_len
+
+    def run(q, k, v):
+        return plan.attention(q, k, v, deterministic=sizes.deterministic, **sizes.options())
+
+    kept = torch.nn.functional.pad(kept_by(sizes.spec, sizes.q_len, sizes.q_len), (0, plan.tokens - sizes.q_len) * 2)
+    inputs = normal(replace(sizes, q_len=plan.tokens, kv_len=plan.tokens))
+    return Call(tuple(inputs), run, lambda *t: dense_attention(*t, kept, sizes.scale), hidden=(past, past, past))
+
+
+def bounds_of(lens: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lens)], dtype=dtype)
+
+
+def documents_of(tokens: int) -> tuple[int, ...]:
     """Documents of a fourth, none, one token, and the rest but three tokens, which are of no document."""
-    return torch.tensor([0, tokens // 4, tokens // 4, tokens // 4 + 1, max(tokens // 4 + 1, tokens - 3)], dtype=torch.int32).clamp(
-        max=tokens
-    )
+    return tokens // 4, 0, min(1, tokens - tokens // 4), max(0, tokens - tokens // 4 - 4)
 
 
-def varlen(sizes: Sizes, spec: str | None = SPEC) -> Call:
-    """Packed documents; a batch of one has all."""
-    bounds = bounds_of(sizes.q_len)
+def varlen(sizes: Sizes) -> Call:
+    """Packed documents; a batch of one has all. Tokens past them are of no document."""
+    lens = sizes.lens or documents_of(sizes.q_len)
+    bounds = [bounds_of(lens)] if sizes.k_lens is None else [bounds_of(lens), bounds_of(sizes.k_lens, torch.int64)]
+    q_len, kv_len = sizes.q_len, sizes.q_len if sizes.k_lens is None else sizes.kv_len
 
-    def run(q, k, v, bounds):
+    def run(q, k, v, *bounds):
         packed = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
-        out, lse = sf.attention_varlen(*packed, bounds, mask=spec, return_lse=True, backend=sizes.backend)
+        options = {"deterministic": sizes.deterministic, **sizes.options()}
+        out, lse = sf.attention_varlen(*packed, *bounds, mask=sizes.spec, **options)
         return out.transpose(0, 1)[None], lse[None]
 
-    kept = torch.zeros(sizes.q_len, sizes.q_len, dtype=torch.bool, device=DEVICE)
-    for start, stop in pairwise(bounds.tolist()):
-        if start < stop:
-            kept[start:stop, start:stop] = kept_by(spec, stop - start, stop - start)
-    inputs = normal(replace(sizes, batch=1, kv_len=sizes.q_len, layout="tokens first"))
-    return Call(tuple(inputs), run, lambda *t: dense_attention(*t, kept), (bounds.to(DEVICE),))
+    kept = torch.zeros(q_len, kv_len, dtype=torch.bool, device=DEVICE)
+    for (start, stop), (first, last) in zip(pairwise(bounds[0].tolist()), pairwise(bounds[-1].tolist()), strict=True):
+        if start < stop and first < last:
+            kept[start:stop, first:last] = kept_by(sizes.spec, stop - start, last - first)
+    inputs = normal(replace(sizes, batch=1, kv_len=kv_len, layout="tokens first"))
+    others = tuple(t.to(DEVICE) for t in bounds)
+    return Call(tuple(inputs), run, lambda *t: dense_attention(*t, kept, sizes.scale), others)
 
 
 def varlen_in_place(sizes: Sizes) -> Call:
     """A mask of one run of keys a query, under which documents are attended to where they lie."""
-    return varlen(sizes, "causal & local(20)")
+    return varlen(replace(sizes, spec="causal & local(20)"))
 
 
-def decode(sizes: Sizes, pages: int = 0) -> Call:
-    """The last queries of sequences of different lengths. pages: tokens of a page, 0 for a cache in one piece."""
-    queries = min(sizes.q_len, 3)
-    q, k, v = normal(replace(sizes, q_len=queries))
+def in_pages(t: torch.Tensor, size: int, unused: float | bool = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(batch, kv_heads, tokens, head_dim) -> (pages, kv_heads, size, head_dim) in any order, and the block table, (batch, pages of
+    one). Three pages are of no sequence."""
+    t = torch.nn.functional.pad(t, (0, 0, 0, -t.shape[2] % size), value=unused)
+    batch, heads, tokens, dim = t.shape
+    count = batch * (tokens // size)
+    order = torch.randperm(count + 3, generator=torch.Generator().manual_seed(1))[:count].to(t.device)
+    stored = t.new_full((count + 3, size, heads, dim), unused).transpose(1, 2)  # as other libraries keep them
+    stored[order] = t.unflatten(2, (tokens // size, size)).transpose(1, 2).flatten(0, 1)
+    return stored, order.view(batch, -1).int()
+
+
+def decode(sizes: Sizes, mask: sf.BlockMask | None = None) -> Call:
+    """The last queries of sequences of different lengths, over a cache in one piece, or in pages if there is a size of them. mask:
+    the table, if the call gets one."""
+    sizes = replace(sizes, batch=len(sizes.lens)) if sizes.lens else sizes
+    q, k, v = normal(replace(sizes, q_len=min(sizes.q_len, sizes.queries)))
     lens = torch.arange(sizes.batch, dtype=torch.int32, device=DEVICE) * 7 + sizes.kv_len - 7 * (sizes.batch - 1)
-    others: Results = (k, v, lens.clamp(min=0))
-    if pages:
-        count = -(-sizes.kv_len // pages)
-        table = torch.randperm(sizes.batch * count, generator=torch.Generator().manual_seed(1)).view(sizes.batch, count)
-        padded = [torch.nn.functional.pad(t, (0, 0, 0, -t.shape[2] % pages)) for t in (k, v)]
-        stored = [torch.empty(sizes.batch * count, t.shape[1], pages, t.shape[3], dtype=t.dtype, device=DEVICE) for t in padded]
-        for pool, t in zip(stored, padded, strict=True):
-            pool[table.flatten().to(DEVICE)] = torch.unflatten(t, 2, (count, pages)).transpose(1, 2).flatten(0, 1)
-        others = (*stored, lens.clamp(min=0), table.to(DEVICE, torch.int32))
+    lens = torch.tensor(sizes.lens, dtype=torch.int32, device=DEVICE) if sizes.lens else lens.clamp(min=0)
+    held, hidden = cache_of(sizes, lens, k, v)
 
     def run(q, k, v, lens, table=None):
-        return sf.attention_decode(q, k, v, SPEC, kv_lens=lens, block_table=table, return_lse=True, backend=sizes.backend)
+        return sf.attention_decode(q, k, v, mask or sizes.spec, kv_lens=lens, block_table=table, **sizes.options())
 
-    return replace(decode_of(q, k, v, others[2]), run=run, others=others)
+    return replace(decode_of(sizes, q, k, v, lens), run=run, others=(*held[:2], lens, *held[2:]), hidden=hidden)
 
 
-def decode_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Call:
+def cache_of(sizes: Sizes, lens: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[list[torch.Tensor], tuple]:
+    """([k, v], or pages of both and the block table; what is hidden of a call's q, of these and of its lengths)"""
+    past = (torch.arange(k.shape[2], device=DEVICE) >= lens[:, None])[:, None, :, None]
+    if sizes.page is None:
+        return [k, v], (None, past, past)
+    pages, table = in_pages(past, sizes.page, True)
+    unread = torch.arange(table.shape[1], device=DEVICE) >= -(-lens[:, None] // sizes.page)
+    return [*(in_pages(t, sizes.page)[0] for t in (k, v)), table], (None, pages, pages, None, unread)
+
+
+def decode_of(sizes: Sizes, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Call:
     """A call without ``run``: the definition of the last queries of sequences of these lengths."""
 
     def define(q):
         if not len(q):
-            return q * 1.0, q[..., 0] * float("-inf")
+            return torch.cat([q, q], 3)[..., : v.shape[3]] * 1.0, q[..., 0] * float("-inf")
         results = []
         for row, length in enumerate(lens.tolist()):
-            one = q[row : row + 1], *(t[row : row + 1, :, :length].double() for t in (k, v))
-            results.append(dense_attention(*one, kept_by(SPEC, q.shape[2], length)))
+            one = q[row : row + 1], *(t[row : row + 1, :, :length].to(q.dtype) for t in (k, v))
+            exist = torch.arange(length - q.shape[2], length, device=DEVICE)[:, None] >= 0
+            results.append(dense_attention(*one, kept_by(sizes.spec, q.shape[2], length) & exist, sizes.scale))
         return tuple(torch.cat(each) for each in zip(*results, strict=True))
 
     return Call((q,), define, define, differentiable=False)
 
 
 def decode_in_pages(sizes: Sizes) -> Call:
-    return decode(sizes, 16)
+    return decode(replace(sizes, page=sizes.page or 16))
+
+
+def in_eight_bits(t: torch.Tensor, unit: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """t, (batch, kv_heads, tokens, head_dim), in e4m3, and the scale of each token, (batch, kv_heads, tokens, 1), the same for
+    ``unit`` tokens. What they hold is t times a number for each unit, so that scales of neighbours differ by up to 2^8."""
+    whole = torch.nn.functional.pad(t.float(), (0, 0, 0, -t.shape[2] % unit)).unflatten(2, (-1, unit))
+    whole = whole * 2.0 ** -(8 * torch.rand((*whole.shape[:3], 1, 1), generator=generator).to(t.device))
+    scale = whole.abs().amax((3, 4), keepdim=True).clamp(min=1e-6) / 448
+    held = (whole / scale).clamp(-448, 448).flatten(2, 3)[:, :, : t.shape[2]]
+    return held.to(torch.float8_e4m3fn), scale.expand(*whole.shape[:4], 1).flatten(2, 3)[:, :, : t.shape[2]]
 
 
 def decode_in_eight_bits(sizes: Sizes) -> Call:
-    """A cache in e4m3, with a scale for each token."""
-    call = decode(sizes)
-    k, v, lens = call.others
-    scales = [t.float().abs().amax(-1).clamp(min=1e-6) / 448 for t in (k, v)]
-    stored = [(t.float() / scale[..., None]).to(torch.float8_e4m3fn) for t, scale in zip((k, v), scales, strict=True)]
-    exact = [t.double() * scale[..., None].double() for t, scale in zip(stored, scales, strict=True)]
+    """A cache in e4m3, in pages if there is a size of them. A scale for each token, or where the seed is odd for each page."""
+    whole = decode(replace(sizes, page=None))
+    (q,), (k, v, lens), generator = whole.inputs, whole.others, torch.Generator().manual_seed(sizes.seed)
+    unit = (sizes.page or max(1, k.shape[2])) if sizes.seed % 2 else 1
+    stored, scales = zip(*(in_eight_bits(t, unit, generator) for t in (k, v)), strict=True)
+    exact = [t.double() * scale.double() for t, scale in zip(stored, scales, strict=True)]
+    held, hidden = cache_of(sizes, lens, stored[0].float(), stored[1].float())
+    units, _ = cache_of(sizes, lens, *scales)
+    k_scale, v_scale = (t[:, :, 0, 0] if sizes.seed % 2 else t[..., 0] for t in units[:2])
+    v_scale = v_scale.transpose(0, 1).clone().transpose(0, 1)  # in another memory order than those of k
+    of_scales = None if sizes.seed % 2 else hidden[1][..., 0]
 
-    def run(q, k, v, lens, k_scale, v_scale):
-        given = {"k_scale": k_scale, "v_scale": v_scale, "kv_lens": lens}
-        return sf.attention_decode(q, k, v, SPEC, return_lse=True, backend=sizes.backend, **given)
+    def run(q, k, v, lens, k_scale, v_scale, table=None):
+        given = {"k_scale": k_scale, "v_scale": v_scale, "kv_lens": lens, "block_table": table}
+        return sf.attention_decode(q, k, v, sizes.spec, **given, **sizes.options())
 
-    return replace(decode_of(call.inputs[0], *exact, lens), run=run, others=(*stored, lens, *scales))
+    others = *(t.to(torch.float8_e4m3fn) for t in held[:2]), lens, k_scale, v_scale, *held[2:]
+    hidden = None, *hidden[1:3], None, of_scales, of_scales, *hidden[4:]
+    return replace(decode_of(sizes, q, *exact, lens), run=run, others=others, hidden=hidden)
 
 
 def topk(sizes: Sizes) -> Call:
-    """Blocks of 16 keys with the largest means for each block of queries, within a mask."""
+    """Blocks of keys with the largest means for each block of queries, within a mask."""
 
     def mask_of(q, k):
-        return sf.topk_blocks(q, k, 2, block_size=16, within="causal", always="sinks(3)")
+        return sf.topk_blocks(q, k, 2, block_size=sizes.block_size, within="causal", always="sinks(3)")
 
     def run(q, k, v):
         return sf.attention(q, k, v, mask_of(q, k), return_lse=True, backend=sizes.backend)
@@ -206,23 +494,32 @@ def topk(sizes: Sizes) -> Call:
     return Call((q, k, v), run, lambda *t: dense_attention(*t, kept))
 
 
+# every, block, picks of a choice, whether each head picks, what is always kept: which of them a seed takes.
+SELECTIONS = (
+    (1, 16, 2, False, "sinks(3)"),
+    (1, 16, 3, True, None),
+    (1, 64, 2, False, "sinks(4) | local(20)"),
+    (4, 16, 3, False, None),
+    (40, 16, 3, True, "strided(7)"),
+    (1, 512, 2, False, None),
+)
+
+
 def selection(sizes: Sizes) -> Call:
-    """Blocks of 16 keys that each query picked, and the first three keys."""
-    shape = sizes.batch, sizes.kv_heads, sizes.q_len, 2
-    picks = drawn_picks(shape, 1, 16, sizes.q_len, sizes.kv_len, sizes.seed)
+    """Blocks of keys that each query or group of queries picked, and what is always kept. All of some queries' picks are -1."""
+    every, block, count, by_head, always = SELECTIONS[sizes.seed % len(SELECTIONS)]
+    pickers, q_len, kv_len = sizes.heads if by_head else sizes.kv_heads, sizes.q_len, sizes.kv_len
+    picks = drawn_picks((sizes.batch, pickers, -(-q_len // every), count), every, block, q_len, kv_len, sizes.seed)
+    picks[:, :, 10:20] = -1
 
     def run(q, k, v, picks):
-        chosen = sf.BlockSelection.from_picks(
-            picks, 16, q_len=q.shape[2], kv_len=k.shape[2], own=False, always="sinks(3)", check=False
-        )
-        return sf.attention(q, k, v, chosen, return_lse=True, backend=sizes.backend)
+        options = {"every": every, "q_len": q.shape[2], "kv_len": k.shape[2], "own": False, "always": always, "check": False}
+        chosen = sf.BlockSelection.from_picks(picks, block, **options)
+        return sf.attention(q, k, v, chosen, **sizes.options())
 
-    kept = (
-        kept_by_picks(picks, 1, 16, sizes.q_len, sizes.kv_len).any(3)
-        | kept_by("causal & sinks(3)", sizes.q_len, sizes.kv_len).cpu()
-    )
-    kept = kept.repeat_interleave(sizes.heads // sizes.kv_heads, 1).to(DEVICE)
-    return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, kept), (picks,))
+    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3).repeat_interleave(sizes.heads // pickers, 1).to(DEVICE)
+    kept = kept if always is None else kept | kept_by(f"causal & ({always})", q_len, kv_len)
+    return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, kept, sizes.scale), (picks,))
 
 
 def selection_by_query(sizes: Sizes) -> Call:
@@ -269,7 +566,7 @@ def decode_selection(sizes: Sizes) -> Call:
         chosen = sf.BlockSelection.from_picks(picks, 16, q_len=q.shape[2], kv_len=k.shape[2], own=False, check=False)
         return sf.attention_decode(q, k, v, chosen, return_lse=True, backend=sizes.backend)
 
-    return Call((q,), run, lambda q: dense_attention(q, k.double(), v.double(), kept), (k, v, picks), differentiable=False)
+    return Call((q,), run, lambda q: dense_attention(q, k.to(q.dtype), v.to(q.dtype), kept), (k, v, picks), differentiable=False)
 
 
 def choose(sizes: Sizes) -> Call:
@@ -285,15 +582,19 @@ def choose(sizes: Sizes) -> Call:
 
 
 def blocks(sizes: Sizes) -> Call:
-    """A map of blocks made at run time."""
-    shape = sizes.batch, sizes.heads, -(-sizes.q_len // 16), -(-sizes.kv_len // 16)
+    """A map of blocks made at run time: for each sequence and head, or by the seed for all of them."""
+    size, (batch, heads) = (
+        sizes.block_size,
+        ((sizes.batch, sizes.heads), (1, sizes.heads), (sizes.batch, 1), (1, 1))[sizes.seed % 4],
+    )
+    shape = batch, heads, -(-sizes.q_len // size), -(-sizes.kv_len // size)
     kept = torch.rand(shape, generator=torch.Generator().manual_seed(sizes.seed)).to(DEVICE) < 0.5
 
     def run(q, k, v, kept):
-        mask = sf.BlockMask.from_blocks(kept, 16, q.shape[2], k.shape[2])
+        mask = sf.BlockMask.from_blocks(kept, size, q.shape[2], k.shape[2])
         return sf.attention(q, k, v, mask, return_lse=True, backend=sizes.backend)
 
-    pairs = kept.repeat_interleave(16, 2).repeat_interleave(16, 3)[:, :, : sizes.q_len, : sizes.kv_len]
+    pairs = kept.repeat_interleave(size, 2).repeat_interleave(size, 3)[:, :, : sizes.q_len, : sizes.kv_len]
     return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, pairs), (kept,))
 
 
@@ -393,7 +694,7 @@ def model(sizes: Sizes) -> Call:
     def run(x):
         return (ours(inputs_embeds=x, use_cache=False).logits,)
 
-    return Call((x,), run, lambda x: (theirs(inputs_embeds=x, attention_mask=kept, use_cache=False).logits,))
+    return Call((x,), run, lambda x: (theirs(inputs_embeds=x.double(), attention_mask=kept, use_cache=False).logits,))
 
 
 ENTRIES: dict[str, Callable[[Sizes], Call]] = {
@@ -402,6 +703,7 @@ ENTRIES: dict[str, Callable[[Sizes], Call]] = {
         attention,
         attention_under_a_table,
         attention_with_terms,
+        context_parallel,
         varlen,
         varlen_in_place,
         decode,

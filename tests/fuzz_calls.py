@@ -16,6 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import oracle
 import torch
+from calls import OWN
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -24,41 +25,11 @@ from sparse_flash.masks.grid import BLOCK_SIZES, BlockGrid
 from sparse_flash.variant.definition import find_existing_tokens
 from sparse_flash.variant.variant import LENGTHS, Variant, build_variant
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
-
 CALLS_PER_MASK = 8
 LONGEST = 700  # tokens
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HEAD_DIMS = (16, 32, 40, 64, 64, 80, 96, 128, 128, 192, 256)  # the common ones more often
 UNITS = (1, 2, 7, 16, 24, 32, 64, 100, 128, 300)
-
-
-if triton:
-
-    @triton.jit
-    def own_in_triton(score, batch, head, q_pos, k_pos, params):
-        weight = tl.load(params[0] + batch * tl.load(params[1]) + head)
-        return tl.where((q_pos + 3 * k_pos) % 7 == 0, -float("inf"), score + weight * score * score)
-
-    @triton.jit
-    def own_derivative(score, batch, head, q_pos, k_pos, params):
-        weight = tl.load(params[0] + batch * tl.load(params[1]) + head)
-        return 1.0 + 2.0 * weight * score
-
-else:
-    own_in_triton = own_derivative = None
-
-
-def own_in_torch(score, batch, head, q_pos, k_pos, params):
-    weight = params[0][batch, head].to(score.dtype)
-    return torch.where((q_pos + 3 * k_pos) % 7 == 0, -float("inf"), score + weight * score * score)
-
-
-OWN = sf.ScoreFunction(own_in_torch, own_in_triton, own_derivative)
 
 
 @dataclass(frozen=True)

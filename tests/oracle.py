@@ -137,12 +137,14 @@ def dense_attention(
     dropout_p=0.0, survives=None, q_starts=None, q_lens=None, kv_starts=None, kv_lens=None,
 ):  # fmt: skip
     """(out, lse) of the oracle: the formulas of ``attention``'s docstring on whole matrices, differentiable, for inputs in float64.
+    In 16 bits, scores are float32 and weights are rounded, as in PyTorch's attention.
 
     kept: bool, broadcastable to (batch, heads, q_len, kv_len). survives: the pairs that dropout keeps, of that shape. Queries that
     keep nothing give out 0 and lse -inf, or their sink; queries that do not exist give 0 and -inf.
     """
     (batch, heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    q, k = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (q, k))
     scores = (head_dim**-0.5 if scale is None else scale) * q @ k.mT
     q_pos, k_pos = torch.arange(q_len, device=q.device)[:, None] + kv_len - q_len, torch.arange(kv_len, device=q.device)
     if softcap is not None:
@@ -166,11 +168,11 @@ def dense_attention(
     if sinks is not None:
         sinks, finite = sinks.to(lse)[:, None].expand(batch, heads, q_len), torch.where(some, lse, 0.0)
         total = torch.where(some, torch.logaddexp(finite, sinks), sinks)
-        weights = weights * torch.where(some, (finite - total).exp(), 0.0)[..., None]
+        weights = weights * torch.where(some, (finite - torch.where(some, total, 0.0)).exp(), 0.0)[..., None]
         lse = torch.where(queries, total, float("-inf"))
     if survives is not None:
         weights = torch.where(survives, weights / (1 - dropout_p), 0.0)
-    return weights @ v, lse
+    return weights.to(v.dtype) @ v, lse
 
 
 def pytorch_attention(q, k, v, kept, scale):

@@ -198,4 +198,5 @@ def with_sinks(
     batch = torch.arange(lse.shape[0], device=lse.device)[:, None]
     token = torch.arange(lse.shape[2], device=lse.device)[None]
     exist = cast(torch.Tensor, find_existing_tokens(variant.q_starts, variant.q_lens, batch, token))[:, None]
-    return out.masked_fill(~exist[..., None], 0.0), total.masked_fill(~exist, float("-inf"))
+    # torch.where keeps the memory order of out, unlike masked_fill under a mask that broadcasts.
+    return torch.where(exist[..., None], out, 0.0), total.masked_fill(~exist, float("-inf"))

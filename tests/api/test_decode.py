@@ -1,16 +1,16 @@
 """attention_decode equals float64 attention by the mask's definition for the last queries of each sequence."""
 
 import importlib
+from itertools import product
 
 import pytest
 import torch
-from accepted import fitted
-from oracle import BACKENDS, DEVICE, check, compared, dense_attention, no_host_synchronization, require, tensor
+from calls import assert_right, decode, name_of, normal, sizes_for, unless_refused
+from oracle import BACKENDS, DEVICE, check, no_host_synchronization, require
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.api import decode
-from sparse_flash.backends import empty_out
+from sparse_flash.api import decode as decode_module
 from sparse_flash.kernels.portable import decode as portable_decode
 from sparse_flash.variant import variant
 
@@ -30,116 +30,40 @@ PATTERNS = {
     "nothing": "causal & ~causal",
 }
 LENGTHS = (300, 0, 1, 127, 128, 129)
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2, torch.float64: 1e-12}
 
 HEADS = "per_head([causal, causal & sinks(2), causal & local(5), causal & prefix(9)])"
 
 
-def kept_by_definition(pattern, mask, length: int, q_len: int, capacity: int) -> torch.Tensor:
-    """(q_len, length) bool, or (heads, q_len, length) for per-head masks."""
-    positions, keys = torch.arange(length - q_len, length), torch.arange(length)
-    exists = (positions >= 0)[:, None].expand(-1, length)
-    if mask is not None:
-        return mask.to_dense().cpu()[..., positions.clamp(min=0), :length].reshape(-1, q_len, length) & exists
-    if pattern is None:
-        return exists
-    pattern = sf.parse(pattern) if isinstance(pattern, str) else pattern
-    kept = torch.from_numpy(pattern.token_rule(positions.numpy()[:, None], keys.numpy()[None]).copy())
-    return kept.expand(q_len, length) & exists
+WINDOW, BITS, PAGED = "causal & local(50)", PATTERNS["bits"], "causal & (strided(3, block=32) | local(20))"
+# What differs from usual sizes.
+ROWS = [
+    *({"spec": spec, "queries": queries} for spec in PATTERNS.values() for queries in (1, 3)),
+    # Queries that straddle blocks, and sequences shorter than the queries.
+    *(
+        {"spec": PATTERNS[name], "queries": queries, "lens": (290, 5, 128, 129 + queries // 2)}
+        for queries in (16, 64)
+        for name in ("dense", "causal", "window and sinks", "two-sided window", "bits")
+    ),
+    *({"spec": PAGED, "queries": 1, "page": n, "kv_len": 512, "lens": (300, 0, 257, 511)} for n in (1, 16, 32, 64, 128, 256)),
+    *({"spec": None, "page": n, "kv_len": 512, "lens": (300, 1, 512), "dtype": torch.float16} for n in (16, 256)),
+    {"spec": PATTERNS["window and sinks"], "head_dim": 192, "v_head_dim": 128, "lens": (290, 40)},
+    {"spec": None, "head_dim": 40, "v_head_dim": 72, "dtype": torch.float16, "page": 32, "lens": (290, 40)},
+    {"spec": "causal", "head_dim": 16, "v_head_dim": 64, "layout": "tokens first", "lens": (290, 40)},
+    *({"spec": WINDOW, "heads": heads, "kv_heads": kv_heads} for heads, kv_heads in ((1, 1), (6, 6), (6, 2), (8, 1), (40, 1))),
+    *(
+        {"spec": WINDOW, "dtype": dtype, "head_dim": dim, "lens": (290, 40)}
+        for dtype, dim in product((torch.float16, torch.float32, torch.bfloat16, torch.float64), (20, 64, 80))
+    ),
+    *({"spec": WINDOW, "layout": layout, "lens": (290, 40)} for layout in ("tokens first", "sliced", "head_dim first")),
+]
 
 
-def in_pages(cache, page_size: int, generator):
-    """(batch, kv_heads, capacity, head_dim) -> (pages, kv_heads, page_size, head_dim) in any order, and the block table."""
-    batch, pages = cache.shape[0], cache.shape[2] // page_size
-    order = torch.randperm(batch * pages + 3, generator=generator)[: batch * pages].to(cache.device)
-    stored = torch.full((batch * pages + 3, page_size, cache.shape[1], cache.shape[3]), float("nan"), dtype=cache.dtype)
-    stored = stored.to(cache.device).transpose(1, 2)  # as other libraries keep them
-    stored[order] = cache.unflatten(2, (pages, page_size)).transpose(1, 2).flatten(0, 1)
-    return stored, order.view(batch, pages).to(torch.int32)
-
-
-def compare(
-    backend,
-    pattern,
-    q_len,
-    *,
-    lengths=LENGTHS,
-    capacity=320,
-    heads=4,
-    kv_heads=2,
-    head_dim=None,
-    v_head_dim=None,
-    dtype=None,
-    page_size=None,
-    layout="heads first",
-    given=True,
-):
-    """Asserts that a back end agrees with the definition. The cache holds NaN past each length.
-
-    pattern: spec text, a square BlockMask or None. dtype, head_dim: float32 and 32 by default, or others if the back end does not
-    accept these. given: pass kv_lens; if not, ``lengths`` all equal the capacity.
-    """
-    mask = pattern if isinstance(pattern, sf.BlockMask) else None
-    asked = {name: value for name, value in (("dtype", dtype), ("head_dim", head_dim)) if value is not None}
-    asked["block_size"] = None if pattern is None else mask.block_size if mask else 128
-    asked |= fitted(backend, **asked)
-    dtype, head_dim = asked["dtype"], asked["head_dim"]
-    generator = torch.Generator().manual_seed(0)
-    batch = len(lengths)
-    q = tensor((batch, heads, q_len, head_dim), layout, dtype=dtype, generator=generator)
-    k, v = (
-        tensor((batch, kv_heads, capacity, width), layout, dtype=dtype, generator=generator)
-        for width in (head_dim, v_head_dim or head_dim)
-    )
-    call = backends.Call.from_tensors(q, k, v, asked["block_size"])
-    require(backend, call, lambda: sf.attention_decode(q, k, v, pattern, backend=backend))
-    for sequence, length in enumerate(lengths):
-        k[sequence, :, length:] = v[sequence, :, length:] = float("nan")
-    options = {"kv_lens": torch.tensor(lengths, dtype=torch.int32, device=DEVICE)} if given else {}
-    cache = k, v
-    if page_size:
-        pages, table = zip(*(in_pages(t, page_size, torch.Generator().manual_seed(1)) for t in (k, v)), strict=True)
-        cache = pages
-        options["block_table"] = table[0].clone()
-        for sequence, length in enumerate(lengths):
-            options["block_table"][sequence, -(-length // page_size) :] = -1
-    out, lse = sf.attention_decode(q, *cache, pattern, return_lse=True, backend=backend, **options)
-    assert out.dtype == dtype and out.shape == (*q.shape[:3], v.shape[3])
-    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert out.stride() == empty_out(q, v.shape[3], "meta").stride(), "out does not keep q's memory order"
-    for sequence, length in enumerate(lengths):
-        kept = kept_by_definition(pattern, mask, length, q_len, capacity).to(DEVICE)
-        if length == 0:
-            assert not out[sequence].any() and lse[sequence].isneginf().all()
-            continue
-        one = (t[sequence : sequence + 1].double() for t in (q, k[:, :, :length], v[:, :, :length]))
-        wanted, wanted_lse = (t[0] for t in dense_attention(*one, kept, head_dim**-0.5))
-        tolerance = TOLERANCE[dtype]
-        torch.testing.assert_close(out[sequence].double(), wanted, atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(lse[sequence].double(), wanted_lse, atol=max(tolerance / 10, 3e-6), rtol=1e-5)
-    compared[backend] += 1
-
-
-@parametrize("q_len", [1, 3])
-@parametrize("name", PATTERNS)
 @parametrize("backend", BACKENDS)
-def test_every_pattern_and_length_is_that_of_the_definition(backend, name, q_len):
-    compare(backend, PATTERNS[name], q_len)
-
-
-@parametrize("q_len", [16, 64])
-@parametrize("name", ["dense", "causal", "window and sinks", "two-sided window", "bits"])
-@parametrize("backend", ["torch", "triton"])
-def test_queries_that_straddle_blocks_and_sequences_shorter_than_the_queries_are_right(backend, name, q_len):
-    compare(backend, PATTERNS[name], q_len, lengths=(290, 5, 128, 129 + q_len // 2))
-
-
-@parametrize("page_size", [1, 16, 32, 64, 128, 256])
-@parametrize("backend", ["torch", "triton", "reference"])
-def test_pages_in_any_order_are_read_by_the_block_table_alone(backend, page_size):
-    pattern = "causal & (strided(3, block=32) | local(20))"
-    compare(backend, pattern, 1, page_size=page_size, capacity=512, lengths=(300, 0, 257, 511))
-    compare(backend, None, 3, page_size=page_size, capacity=512, lengths=(300, 1, 512), dtype=torch.float16)
+@parametrize("row", ROWS, ids=name_of)
+def test_every_cache_is_read_as_the_definition_says(row, backend):
+    sizes = sizes_for(backend, **{"q_len": 64, "heads": 4, "kv_heads": 2, "kv_len": 320, "lens": LENGTHS} | row)
+    with unless_refused():
+        assert_right(decode(sizes), backend, keeps_order=True)
 
 
 @parametrize("backend", ["torch", "triton", "reference"])
@@ -154,23 +78,11 @@ def test_lengths_and_tables_of_64_bits_give_what_those_of_32_bits_do(backend):
     assert torch.equal(wide, narrow)
 
 
-@parametrize(
-    "head_dim, v_head_dim, pattern, options",
-    [
-        (192, 128, "causal & (local(50) | sinks(16))", {}),
-        (40, 72, None, {"dtype": torch.float16, "page_size": 32}),
-        (16, 64, "causal", {"layout": "tokens first"}),
-    ],
-)
-@parametrize("backend", ["torch", "triton", "reference"])
-def test_v_may_have_a_head_dim_of_its_own(backend, head_dim, v_head_dim, pattern, options):
-    compare(backend, pattern, 2, head_dim=head_dim, v_head_dim=v_head_dim, lengths=(290, 40), **options)
-
-
 @parametrize("backend", ["torch", "triton"])
 def test_keys_of_one_shape_serve_values_of_one_head_dim_after_another(backend):
-    for v_head_dim in (16, 64):
-        compare(backend, "causal", 1, head_dim=16, v_head_dim=v_head_dim, lengths=(130,), capacity=150, heads=1, kv_heads=1)
+    for width in (16, 64):
+        given = {"heads": 1, "kv_heads": 1, "head_dim": 16, "v_head_dim": width, "kv_len": 150, "lens": (130,), "queries": 1}
+        assert_right(decode(sizes_for(backend, spec="causal", **given)), backend)
 
 
 @parametrize("far", [2**31 - 1, 2**31, 2**32 + 5, 2**40, 2**63 - 1])
@@ -207,36 +119,22 @@ def test_a_sequence_after_padding_is_what_it_is_at_the_front_of_its_cache(backen
             torch.testing.assert_close(ours[one], theirs, atol=2e-3, rtol=2e-3)
 
 
-@parametrize("heads, kv_heads", [(1, 1), (6, 6), (6, 2), (8, 1), (40, 1)])
-@parametrize("backend", ["torch", "triton"])
-def test_grouped_heads_share_their_keys(backend, heads, kv_heads):
-    compare(backend, "causal & local(90)", 2, heads=heads, kv_heads=kv_heads, lengths=(250, 131))
-
-
-@parametrize("head_dim", [16, 20, 64, 80])
-@parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16, torch.float64], ids=str)
-@parametrize("backend", ["torch", "triton"])
-def test_every_dtype_and_head_dim_is_right(backend, dtype, head_dim):
-    compare(backend, "causal & (local(50) | sinks(16))", 2, dtype=dtype, head_dim=head_dim, lengths=(290, 40))
-
-
-@parametrize("layout", ["tokens first", "sliced", "head_dim first"])
-@parametrize("backend", ["torch", "triton"])
-def test_every_memory_order_is_right(backend, layout):
-    compare(backend, "causal & local(50)", 2, layout=layout, lengths=(290, 40))
-
-
 @parametrize("block_size", [16, 64, 256])
 @parametrize("backend", ["torch", "triton"])
 def test_masks_of_heads_and_of_other_blocks_are_visited_head_by_head(backend, block_size):
-    names = ["causal", "window and sinks", "bits", "nothing"]
-    mask = sf.BlockMask.per_head([sf.compile_mask(PATTERNS[n], 320, block_size=block_size) for n in names]).to(DEVICE)
-    compare(backend, mask, 20, lengths=(290, 129))
+    specs = [PATTERNS[name] for name in ("causal", "window and sinks", "bits", "nothing")]
+    mask = sf.BlockMask.per_head([sf.compile_mask(spec, 320, block_size=block_size) for spec in specs]).to(DEVICE)
+    given = {"heads": 4, "q_len": 20, "kv_len": 320, "lens": (290, 129), "queries": 20, "spec": sf.per_head(specs)}
+    assert_right(decode(sizes_for(backend, **given), mask), backend)
 
 
 @parametrize("backend", ["torch", "triton"])
 def test_without_lengths_the_cache_is_full(backend):
-    compare(backend, "causal & local(50)", 2, capacity=199, lengths=(199, 199), given=False)
+    q, k, v = normal(sizes_for(backend, q_len=2, kv_len=199))
+    outs = [
+        sf.attention_decode(q, k, v, WINDOW, kv_lens=lens, backend=backend) for lens in (None, torch.full((2,), 199).to(DEVICE))
+    ]
+    assert torch.equal(*outs)
 
 
 @parametrize("splits", [1, 2, 23])
@@ -246,20 +144,20 @@ def test_any_number_of_programs_gives_the_same(name, splits, monkeypatch):
     monkeypatch.setattr(kernels, "_choose_splits", lambda *_: splits)
     monkeypatch.setattr(kernels, "_plan", kernels._plan.__wrapped__)
     for _ in range(2):  # counters of programs are zeros again
-        compare("triton", PATTERNS[name], 3, lengths=(300, 77), heads=2, kv_heads=1)
+        assert_right(decode(sizes_for("triton", spec=PATTERNS[name], kv_len=320, lens=(300, 77))), "triton")
 
 
 def test_a_growing_cache_compiles_its_pattern_once():
-    decode._compiled.cache_clear()
+    decode_module._compiled.cache_clear()
     q, k = torch.randn(1, 2, 1, 16, device=DEVICE), torch.randn(1, 2, 4096, 16, device=DEVICE)
     for length in (1, 700, 4096):
         lens = torch.tensor([length], dtype=torch.int32, device=DEVICE)
         sf.attention_decode(q, k, k, "causal & local(64)", kv_lens=lens, backend="torch")
-    assert decode._compiled.cache_info().misses == 1
+    assert decode_module._compiled.cache_info().misses == 1
     for tokens in range(3600, 4096):  # a cache that grows by concatenation, token by token
-        decode._resolve_mask("causal & local(64)", tokens, q)
-    assert decode._compiled.cache_info().misses <= 3
-    assert all(n <= decode._rounded(n) <= max(128, n * 9 / 8 + 128) for n in range(1, 5000))
+        decode_module._resolve_mask("causal & local(64)", tokens, q)
+    assert decode_module._compiled.cache_info().misses <= 3
+    assert all(n <= decode_module._rounded(n) <= max(128, n * 9 / 8 + 128) for n in range(1, 5000))
 
 
 @parametrize("backend", ["torch", "triton", "reference"])

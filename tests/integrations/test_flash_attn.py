@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from oracle import dense_attention
 
 import sparse_flash as sf
 from sparse_flash.integrations import flash_attn as fa
@@ -20,19 +21,13 @@ def tensors(*shapes, grad=False):
 
 def expected(q, k, v, causal=False, window=(-1, -1), softcap=0.0, slopes=None, first=0, extra=None):
     """For one sequence: q (q_len, heads, dim), k and v (kv_len, kv_heads, dim). Keys before ``first`` do not exist."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
-    scores = (scores / softcap).tanh() * softcap if softcap else scores
     distance = torch.arange(len(k)) - (torch.arange(len(q))[:, None] + len(k) - len(q))  # key - query
-    scores = scores if slopes is None else scores - slopes[:, None, None] * distance.abs()
     left, right = window[0], 0 if causal else window[1]
     kept = (distance >= -left if left >= 0 else distance < math.inf) & (distance <= right if right >= 0 else distance < math.inf)
     kept = kept & (torch.arange(len(k)) >= first)
     kept = kept if extra is None else kept & extra(distance)
-    scores = scores.masked_fill(~kept, -math.inf)
-    weights = scores.softmax(-1).nan_to_num()
-    return torch.einsum("hqk,khd->qhd", weights, v), scores.logsumexp(-1)
+    out, lse = dense_attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), kept, softcap=softcap or None, alibi_slopes=slopes)
+    return out[0].transpose(0, 1), lse[0]
 
 
 def assert_alike(mine, right):

@@ -9,7 +9,7 @@ from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE, poisoned_memory, tensor
-from picked import check_selected, drawn_picks, kept_by_picks, tensors
+from picked import drawn_picks, kept_by_picks, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -81,34 +81,6 @@ def test_what_is_kept_is_what_the_definition_keeps(lengths, every, block_size, o
     assert torch.equal(restored.select(batch=1).to_dense(), selection.to_dense()[1:])
 
 
-CASES = {
-    # heads, key heads, heads that pick, q_len, kv_len, every, block, n
-    "each query, groups of 4, odd lengths": ((8, 2, 2, 75, 75, 1, 16, 3), {"batch": 2}),
-    "an always part on top": ((4, 4, 4, 70, 70, 1, 16, 3), {"always": "sinks(3) | local(20)", "always_block": 16}),
-    "groups of 3, more keys": ((3, 1, 1, 40, 77, 3, 16, 3), {"always": "sinks(5)", "always_block": 16}),
-    "groups of 16, more queries": ((16, 1, 1, 77, 40, 16, 16, 3), {}),
-    "each head picks": ((4, 2, 4, 64, 64, 1, 16, 3), {}),
-    "blocks of 512, larger than the keys": ((2, 1, 1, 40, 40, 1, 512, 2), {}),
-    "groups that share longer than a block": ((2, 2, 2, 90, 90, 40, 16, 3), {}),
-}
-
-
-@parametrize("backend", BACKENDS)
-@parametrize("name", CASES)
-def test_results_and_gradients_are_right(name, backend, monkeypatch):
-    monkeypatch.setattr(selection_torch, "_CHUNK_CPU", 1 << 15)  # several chunks
-    sizes, options = CASES[name]
-    with poisoned_memory():
-        check_selected(backend, *sizes, v_dim=24, **options)
-
-
-@parametrize("backend", BACKENDS)
-def test_a_block_that_all_queries_pick_and_queries_that_pick_nothing_are_right(backend):
-    picks = torch.zeros(1, 2, 60, 1, dtype=torch.int32, device=DEVICE)
-    picks[:, :, 20:40] = -1
-    check_selected(backend, 4, 2, 2, 60, 60, 1, 16, 1, picks=picks)
-
-
 class LargestResult(TorchDispatchMode):
     """The most numbers in one tensor that an operation returned."""
 
@@ -128,11 +100,6 @@ def test_keys_that_are_always_kept_take_little_memory(every):
         out, lse = selection_torch.forward(q, k, v, selection, 0.1)
         selection_torch.backward(out, lse, q, k, v, out, lse, selection, 0.1)
     assert results.most <= selection_torch._CHUNK_CPU // 4  # of a chunk of all queries
-
-
-@parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_every_dtype_is_right(dtype):
-    check_selected("torch", 4, 2, 2, 70, 70, 1, 16, 3, "sinks(3) | local(20)", 16, dtype=dtype)
 
 
 def selection_of(every=1, block=16, n=3, pickers=4, q_len=60, kv_len=90):
@@ -165,19 +132,6 @@ def test_the_masses_of_picked_blocks_are_right_and_differentiable(every, block, 
         results.append([found.detach(), *grads])
     for wanted, got in zip(*results, strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
-
-
-@parametrize("backend", BACKENDS)
-def test_what_a_query_that_keeps_nothing_receives_reaches_no_gradient(backend):
-    picks = torch.zeros(1, 2, 50, 1, dtype=torch.int32, device=DEVICE)
-    selection = sf.BlockSelection.from_picks(picks, 16, kv_len=40, check=False)
-    q, k, v = (tensor((1, 2, n, 16)).requires_grad_() for n in (50, 40, 40))
-    out, lse = sf.attention(q, k, v, selection, return_lse=True, backend=backend)
-    empty, ones = lse.isneginf(), (torch.ones_like(out), torch.ones_like(lse))
-    wanted = torch.autograd.grad((out, lse), (q, k, v), ones, retain_graph=True)
-    given = ones[0].masked_fill(empty[..., None], float("nan")), ones[1].masked_fill(empty, float("nan"))
-    grads = torch.autograd.grad((out, lse), (q, k, v), given)
-    assert empty.sum() == 2 * 10 and all(torch.equal(grad, same) for grad, same in zip(grads, wanted, strict=True))
 
 
 def test_sinks_join_the_softmax():

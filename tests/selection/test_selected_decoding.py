@@ -118,22 +118,6 @@ def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(cas
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
-@parametrize("every, share_group", [(1, True), (3, False)])
-@parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
-def test_a_selection_of_training_decodes_to_dense_attention_over_its_pairs(dtype, tolerance, every, share_group, monkeypatch):
-    q, k, v = (t[:, :, :50] for t in inputs(60, dtype=dtype))
-    q, v = q[:, :, -7:], v[..., :8]
-    chosen = sf.topk_blocks(q, k, KEEP, every=every, block_size=BLOCK, share_group=share_group)
-    kept = chosen.to_dense().repeat_interleave(4 // chosen.heads, 1)
-    wanted, wanted_lse = dense_attention(q.double(), k.double(), v.double(), kept, 0.3)
-    for chunk in (1, 1 << 27):
-        monkeypatch.setattr(module, "CHUNK", chunk)
-        out, lse = sf.attention_decode(q, k, v, chosen, scale=0.3, return_lse=True)
-        assert out.dtype == dtype and lse.dtype == torch.promote_types(dtype, torch.float32)
-        torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
-
-
 @on_each
 def test_queries_before_the_first_key_keep_nothing(backend):
     q, k, v = (t[:2] for t in inputs(20))
