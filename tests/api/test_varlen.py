@@ -147,6 +147,17 @@ def test_long_documents_are_right_on_a_gpu(backend, name):
 
 
 @BOTH_WAYS
+def test_tensors_may_have_any_memory_order(mask):
+    projected = torch.randn(150, 3, 2, 16, device=DEVICE, requires_grad=True)
+    starts = cu_seqlens((100, 50))
+    out = sf.attention_varlen(*projected.unbind(1), starts, mask=mask)
+    plain = sf.attention_varlen(*(t.contiguous() for t in projected.unbind(1)), starts, mask=mask)
+    assert torch.equal(out, plain) and out.is_contiguous()
+    grads = [torch.autograd.grad(o.square().sum(), projected)[0] for o in (out, plain)]
+    torch.testing.assert_close(*grads)
+
+
+@BOTH_WAYS
 def test_maxima_bound_the_table_and_change_no_result(mask):
     q, k, v = (torch.randn(700, 1, 16, device=DEVICE) for _ in range(3))
     starts = cu_seqlens((200, 300, 100))
@@ -353,6 +364,16 @@ def test_a_maximum_may_be_of_any_integer_type():
     for whole in (np.int64(6), np.int32(6)):
         got = sf.attention_varlen(*tensors, starts, mask="causal", max_seqlen_q=whole, max_seqlen_k=whole)
         assert torch.equal(got, sf.attention_varlen(*tensors, starts, mask="causal", max_seqlen_q=6, max_seqlen_k=6))
+
+
+def test_autocast_casts_tensors_of_unlike_dtypes():
+    q, k, v = (torch.randn(40, 2, 16) for _ in range(3))
+    ends = torch.tensor([0, 15, 40], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sf.attention_varlen(q, k, v.bfloat16(), ends, mask="causal", backend="torch")
+    assert out.dtype == torch.bfloat16
+    wanted = sf.attention_varlen(*(t.bfloat16() for t in (q, k, v)), ends, mask="causal", backend="torch")
+    assert torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("mask", ["causal", "causal & (local(9) | sinks(3))"], ids=["in place", "moved"])
