@@ -121,6 +121,7 @@ CALLS = {
     "flash_cache_softcap": (flash_attn.flash_attn_with_kvcache, FLASH_CACHE | {"softcap": 5.0}),  # which copies the cache
     "block_sparse_call": (block_sparse_attn.block_sparse_attn_func, dict.fromkeys("qkv", DOCUMENT) | TYPES | {"p_dropout": 0.0}),
     "pytorch_call": (sdpa.scaled_dot_product_attention, {"query": Q, "key": Q, "value": Q}),
+    "bench": (sf.bench, {"masks": "causal", "q_len": 256, "head_dim": 16, "device": "cpu", "quick": True}),
     "model": (switched, {}),
     "model_call": (called_model, {}),
 }
@@ -546,6 +547,17 @@ TABLES = (
     row(sf.explain, V, "must be that of one head or sequence; got 2 different ones", mask=BATCH),
     row(sf.draw, V, r"shows one mask; got 2; draw them one by one, as mask.select\(head, batch\)", mask=compiled(BATCH, 70)),
     row(lambda: sf.bench(BATCH, q_len=64), V, "the benchmark's mask must be that of all sequences"),
+    # The benchmark: mistakes are said before anything is measured.
+    row("bench", V, "heads must be an integer of at least 1; got 0", heads=0),
+    row("bench", V, "heads must be a multiple of kv_heads; got 3 and 2", heads=3, kv_heads=2),
+    row("bench", T, "dtype must be a torch.dtype, such as torch.bfloat16; got 'fp32'", dtype="fp32"),
+    row("bench", V, "masks must be patterns or spec texts; got none", masks=[]),
+    row("bench", V, "the mask's heads must be q's, 2, or 1 for a mask of all; got 3", masks=[["causal"] * 3], heads=2),
+    row("bench", V, r"neighborhood\(\(8, 8\), \(3, 3\)\) must name the 256 tokens", masks=["causal", "neighborhood((8, 8), 3)"]),
+    row("bench", T, "masks must be patterns or spec texts; got int", masks=[3]),
+    row("bench", T, "got BlockMask; pass what it was compiled from", masks=compiled("causal", 256)),
+    row("bench", V, "did you mean 'local'", masks="lokal(3)"),
+    row("bench", V, "device must be 'cpu' or 'cuda'", device="meta"),
     # The layer.
     row("layer", V, "heads must divide dim", dim=50),
     row("layer", V, "kv_heads must divide heads; got 3 and 4", kv_heads=3),
