@@ -181,8 +181,14 @@ def unreported(monkeypatch):
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    with mock.patch.object(page, "write"):  # for which a test asks by itself
-        return run(Options(out=folder, quick=True, device="cpu", only=("N1024", "N512", "N256", "N4096 | causal")), QUIET)
+    # Pictures take most of the time, and a test asks for them by itself.
+    with mock.patch.object(page, "write"), mock.patch.object(throughput, "CPU_SECONDS", 0.01):
+        return run(
+            Options(
+                out=folder, quick=True, device="cpu", only=("N1024", "N512", "N256 D64", "N256 D128 | causal", "N4096 | causal")
+            ),
+            QUIET,
+        )
 
 
 def test_a_run_by_default_leaves_out_what_takes_minutes_on_a_cpu_and_a_full_one_adds_to_it():
@@ -201,7 +207,8 @@ def test_a_run_by_default_leaves_out_what_takes_minutes_on_a_cpu_and_a_full_one_
 
 @pytest.fixture(scope="module")
 def paper(tmp_path_factory):
-    return run(Options(out=tmp_path_factory.mktemp("paper"), quick=True, device="cpu", suites=("paper",)), QUIET)
+    with mock.patch.object(page, "write"), mock.patch.object(throughput, "CPU_SECONDS", 0.01):
+        return run(Options(out=tmp_path_factory.mktemp("paper"), quick=True, device="cpu", suites=("paper",)), QUIET)
 
 
 def test_a_cell_of_the_paper_has_each_pass_and_memory_or_the_reason_why_not(paper):
