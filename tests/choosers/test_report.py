@@ -57,7 +57,7 @@ def definition(spec, mask, q, k, v, scale=None):
     return density, recall, np.linalg.norm(outs[1] - outs[0], axis=(2, 3)) / np.maximum(size, 1e-300)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     chooser=chosen.drawn(chosen.SCORING),
     within=st.none() | st.just(sf.causal()) | strategies.expressions,
@@ -81,16 +81,6 @@ def test_a_report_is_what_dense_attention_says(chooser, within, always, lengths,
     for found, wanted in zip((report.density, report.recall, report.error), definition(spec, mask, q, k, v, scale), strict=True):
         assert found.dtype == torch.promote_types(dtype, torch.float32) and found.device == q.device
         np.testing.assert_allclose(found.cpu(), wanted, **near)
-
-
-@pytest.mark.parametrize("spec", ["causal & pooled(keep=1.0, block=64)", "sampled(8, mass=1.0, block=64)"])
-def test_a_choice_of_everything_loses_nothing(spec):
-    q, k, v = inputs()
-    _, report = sf.choose_blocks(spec, q, k, v=v, report=True)
-    ones = torch.ones(2, 4, device=DEVICE)
-    torch.testing.assert_close(report.density, ones)
-    torch.testing.assert_close(report.recall, ones)
-    assert report.error.max() < 1e-6
 
 
 def test_the_error_is_that_of_attention_itself_where_all_queries_are_sampled():
