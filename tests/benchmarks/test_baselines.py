@@ -1,13 +1,12 @@
 """Stand-ins for FlashAttention-4 and cuDNN's blocks compute what they are asked, and peers refuse the rest. Each result of a real
 peer is compared with float64 before it is timed."""
 
-import sys
-import types
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from problems import errors_of, problem
+from problems import errors_of, problem, provide
 
 from sparse_flash.benchmarks.baselines import registry
 from sparse_flash.benchmarks.measure import throughput
@@ -40,12 +39,8 @@ def flash_attn(monkeypatch):
         kept = (position[:, None] >= position) & (document[:, None] == document)
         return dense(q[None], k[None], v[None], kept)[0]
 
-    module = types.ModuleType("flash_attn.cute")
-    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
-    package = types.ModuleType("flash_attn")
-    package.cute = module
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
+    provide(monkeypatch, "flash_attn.cute", **functions)
 
 
 @pytest.mark.parametrize("spec", ["full", "causal", "causal & local(40)", "causal & documents([0, 100, 180, 256])"])
@@ -77,10 +72,8 @@ def full_blocks(monkeypatch):
             found = torch.autograd.grad(again["o_tensor"], leaves, dout)
         return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), found, strict=True))
 
-    module = types.ModuleType("cudnn.block_sparse_attention")
-    module.BSA = types.SimpleNamespace(block_sparse_attention_forward=attend, block_sparse_attention_backward=grads)
-    monkeypatch.setitem(sys.modules, "cudnn", types.ModuleType("cudnn"))
-    monkeypatch.setitem(sys.modules, "cudnn.block_sparse_attention", module)
+    functions = SimpleNamespace(block_sparse_attention_forward=attend, block_sparse_attention_backward=grads)
+    provide(monkeypatch, "cudnn.block_sparse_attention", BSA=functions)
 
 
 @pytest.mark.parametrize(
