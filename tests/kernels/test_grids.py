@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import DEVICE, check, heavy_rows_split
+from oracle import DEVICE, check
 from picked import check_selected
 
 import sparse_flash as sf
@@ -108,29 +108,6 @@ def test_a_selection_with_more_heads_than_the_second_axis_has_is_right(few, ever
     check_selected("triton", 8, 4, 8, 60, 80, every, 64, 2, always="sinks(4)")
 
 
-def test_hopper_launches_have_one_axis(monkeypatch):
-    pytest.importorskip("triton.experimental.gluon")
-    if DEVICE != "cpu":
-        pytest.skip("the launches themselves are tested on a GPU")
-    import gluon_on_cpu as emulated
-
-    found, launch = {}, emulated._launch
-
-    def seen(recording, kernel, prepared, *rest):
-        found[kernel.fn.__name__] = prepared[0]
-        launch(recording, kernel, prepared, *rest)
-
-    monkeypatch.setattr(emulated, "_launch", seen)
-    sizes = {"batch": 2, "heads": 2, "head_dim": 64, "dtype": torch.float16}
-    with heavy_rows_split():
-        mask = sf.compile_mask("causal | sinks(130)", 300, 300, 128)
-    with emulated.gluon_on_cpu(seed=0):
-        check("hopper", mask, 300, 300, **sizes)
-        check("hopper", mask, 300, 300, deterministic=True, **sizes)
-    rows = {"bound_kernel", "prepare_kernel", "finish_kernel", "combine_kernel", "combine_columns_kernel"}
-    assert rows <= found.keys() and {grid[1] for grid in found.values()} == {1}
-
-
 # batch, heads, key heads, tokens: windows of images, frames, rows of tables.
 SHAPES = [(70_000, 1, 1, 64), (4_096, 32, 8, 128)]
 SAMPLE = [0, 1, 2_047, 2_048, -2, -1]  # of the batch; heads 65,535 and 65,536 of the second shape are in 2,047 and 2,048
@@ -212,13 +189,3 @@ def test_selections_of_many_heads_are_right(every, block_size, shape):
     assert torch.equal(chosen.picks[SAMPLE], few.picks)
     chosen = sf.topk_blocks(q, k, shape[3] // block_size, every=every, block_size=block_size)  # all blocks
     close_to_sdpa(sf.attention(q, k, v, chosen), q, k, v, causal(shape[3]))
-
-
-@needs_gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_masks_chosen_for_many_heads_are_right(shape):
-    q, k, v = many(shape)
-    with torch.no_grad():
-        mask = sf.topk_blocks(q, k, 1, block_size=64)
-    kept = sf.topk_blocks(q[SAMPLE], k[SAMPLE], 1, block_size=64).to_dense()
-    close_to_sdpa(sf.attention(q, k, v, mask), q, k, v, kept)
