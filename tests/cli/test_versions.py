@@ -4,7 +4,6 @@ import importlib
 import importlib.metadata
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -132,15 +131,6 @@ def test_an_interpreter_that_fails_with_this_numpy_is_a_refusal(triton, numpy, f
     assert (reason is not None) is fails and (not fails or "pip install 'numpy<2.4'" in reason)
 
 
-def test_the_extra_for_transformers_brings_what_its_trainer_needs():
-    (requirement,) = PROJECT["optional-dependencies"]["transformers"]
-    assert requirement.startswith("transformers[torch]")
-    brought = importlib.metadata.requires("transformers")
-    assert any(re.match(r"accelerate\b.*extra == ['\"]torch['\"]", line) for line in brought)
-    assert "sparse-flash[transformers,train,diffusers]" in PROJECT["optional-dependencies"]["dev"]
-    assert all("accelerate" in pinned for pinned in (OLDEST, CI, NEWEST))
-
-
 @pytest.mark.parametrize("library, extra, older", [("transformers", "[torch]", "5.7.1"), ("diffusers", "", "0.41.0")])
 def test_an_older_library_is_refused_with_the_way_out(library, extra, older, monkeypatch):
     installed = pytest.importorskip(library)
@@ -157,18 +147,3 @@ def test_the_command_line_says_its_version():
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0 and result.output == f"sparse-flash {sparse_flash.__version__}\n"
     assert PROJECT["version"] == sparse_flash.__version__
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("pair, variable", [("oldest", "OLDEST_PYTHON"), (next(iter(BETWEEN)), "NEWEST_PYTHON")])
-def test_the_matrix_says_which_python_it_lacks_and_what_it_will_fetch(pair, variable, tmp_path):
-    for name in ("Makefile", "pyproject.toml", "constraints-oldest.txt", "constraints-newest.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    command = ["make", "-C", str(tmp_path), "matrix", f"PAIR={pair}"]
-    lacking = subprocess.run([*command, f"{variable}="], capture_output=True, text=True)
-    assert (
-        lacking.returncode and f"PAIR={pair} {variable}=/path/to/python" in lacking.stderr and not (tmp_path / ".matrix").exists()
-    )
-    steps = subprocess.run([*command, "-n", f"{variable}=python3"], capture_output=True, text=True, check=True).stdout
-    told, installed, tested = (steps.index(text) for text in ("GB to fetch", f"constraints-{pair}.txt --no-deps", "-m pytest"))
-    assert told < installed < tested

@@ -142,10 +142,6 @@ def test_a_plan_takes_the_strategy_that_moves_less_among_those_that_heads_and_ma
     assert found.costs[0][strategy].received <= found.costs[0]["blocks"].received
 
 
-def test_no_queries_travel_where_no_rows_or_many_visit_most_columns():
-    assert all("queries" not in planned(text, 1 << 16, 8).costs[0] for text in ("causal", "butterfly", "causal & local(4096)"))
-
-
 @pytest.mark.parametrize(
     "mask, log2_tokens, heads, link_rate, overlap",
     [

@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 from examples.train_lm import checkpoint, memory
 from examples.train_lm.cli import app
-from examples.train_lm.cost import change_length
 from examples.train_lm.data import Tokens
 from examples.train_lm.evaluate import by_position, load_decoder, losses
 from examples.train_lm.export import export
@@ -419,14 +418,6 @@ def test_measured_costs_are_printed_written_and_drawn(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     done = CliRunner().invoke(app, ["plot-costs", str(tmp_path / "other.json")])
     assert done.exit_code == 2 and "other.json is no file that cost --out wrote: KeyError: 'costs'" in done.output
-
-
-def test_costs_are_of_lengths_of_which_a_step_is_whole_sequences():
-    settings = replace(SETTINGS, step_tokens=1024)
-    assert change_length(settings, 128, 4096, replicas=2).micro_tokens == 512
-    assert change_length(replace(settings, step_tokens=576), 96, 400).micro_tokens == 288
-    with pytest.raises(ValueError, match="whole sequences of 128 for each of 3 replicas; got 1,024; pass --step-tokens 768"):
-        change_length(settings, 128, 4096, replicas=3)
 
 
 def launched(ranks: int, *arguments: object, command: str = "train", expected: int = 0) -> str:
