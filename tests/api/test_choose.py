@@ -156,7 +156,7 @@ def test_given_scores_are_taken_and_none_nan_or_minus_infinity_is_kept(chooser, 
     lengths=LENGTHS,
     seed=st.integers(0, 99),
 )
-def test_bits_by_kernels_are_the_maps_by_operations(some, within, always, lengths, seed):
+def test_kernels_choose_what_operations_choose(some, within, always, lengths, seed):
     assume(chosen.fit(within, always))
     spec = some[0]
     for one in (*some[1:], *([] if always is None else [always])):
@@ -164,12 +164,11 @@ def test_bits_by_kernels_are_the_maps_by_operations(some, within, always, length
     spec = spec if within is None else within & spec
     q, k = chosen.tensors(*lengths, batch=2, heads=4, kv_heads=2, seed=seed)
     scores = random_scores(q, k, 64, seed).nan_to_num(0.5, neginf=0.25)
-    with mock.patch.object(choose, "_can_use_kernels", lambda q: False):
-        maps = choose._choose_maps(spec, q, k, 1.0, scores, None, None)
-    with mock.patch.object(choose, "_can_use_kernels", lambda q: True):
-        bits = choose._choose_maps(spec, q, k, 1.0, scores, None, None)
-    found = (bits[..., None] >> torch.arange(32, device=DEVICE) & 1).flatten(3)[..., : maps.shape[3]].bool()
-    assert torch.equal(found, maps) and bits.dtype == torch.int32
+    masks = []
+    for kernels in (False, True):
+        with mock.patch.object(choose, "_can_use_kernels", lambda q, kernels=kernels: kernels):
+            masks.append(sf.choose_blocks(spec, q, k, scores=scores))
+    assert torch.equal(*(mask.to_dense() for mask in masks))
 
 
 @settings(max_examples=60)
