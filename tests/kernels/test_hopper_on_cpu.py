@@ -23,19 +23,14 @@ pytestmark = [
     pytest.mark.usefixtures("poison"),
 ]
 
-CASES = {
-    "dense, ragged": (None, 200, 190, {}),
-    "causal": ("causal", 300, 300, {"kv_heads": 1}),
-    "one document": ("causal & documents((0, 33, 40, 200, 385))", 385, 385, {"head_dim": 128}),
-    "bits": ("causal & (local(70) | strided(7, block=1))", 300, 300, {"head_dim": 96}),
-    "whole blocks": ("butterfly(block=128)", 512, 512, {"kv_heads": 1}),
-    "empty rows and columns": ("prefix(70) & ~causal", 400, 300, {}),
-    "blocks of 256": ("causal & local(200)", 400, 400, {"block_size": 256}),
-    "256": ("causal", 300, 300, {"head_dim": 256, "kv_heads": 1}),
-    "256, blocks of 64": ("local(90)", 200, 200, {"head_dim": 256, "block_size": 64}),
-    "192 and 128": ("causal & (local(70) | strided(7, block=1))", 300, 300, {"head_dim": 192, "v_head_dim": 128}),
-    "136, empty rows": ("prefix(70) & ~causal", 300, 200, {"head_dim": 136}),
-    "64 and 200, dense": (None, 100, 190, {"head_dim": 64, "v_head_dim": 200}),
+WITH = {"causal": {"kv_heads": 1}, "one document": {"head_dim": 128}, "bits": {"head_dim": 96}, "whole blocks": {"kv_heads": 1}}
+CASES = {name: (*of, WITH.get(name, {})) for name, of in emulated.MASKS.items() if name != "blocks of 64"}
+CASES |= {
+    "256": ("causal", 300, 300, 128, {"head_dim": 256, "kv_heads": 1}),
+    "256, blocks of 64": ("local(90)", 200, 200, 64, {"head_dim": 256}),
+    "192 and 128": (*emulated.MASKS["bits"], {"head_dim": 192, "v_head_dim": 128}),
+    "136, empty rows": ("prefix(70) & ~causal", 300, 200, 128, {"head_dim": 136}),
+    "64 and 200, dense": (None, 100, 190, 128, {"head_dim": 64, "v_head_dim": 200}),
 }
 
 
@@ -43,10 +38,10 @@ CASES = {
     "name, deterministic", [*((name, False) for name in CASES), ("causal", True), ("bits", True), ("256", True)]
 )
 def test_hopper_kernels_are_right_in_a_drawn_order_of_events(name, deterministic):
-    spec, q_len, kv_len, changed = CASES[name]
-    options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64, "heads": 2, "deterministic": deterministic} | changed
+    spec, q_len, kv_len, block_size, changed = CASES[name]
+    options = {"dtype": torch.float16, "head_dim": 64, "heads": 2, "deterministic": deterministic} | changed
     with emulated.gluon_on_cpu(seed=len(name)):
-        check("hopper", spec, q_len, kv_len, **options)
+        check("hopper", spec, q_len, kv_len, block_size=block_size, **options)
 
 
 @pytest.mark.parametrize("spec, head_dim", [(None, 64), ("causal", 128), ("local(150)", 96)])
