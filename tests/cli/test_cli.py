@@ -206,6 +206,7 @@ def test_a_checkout_that_is_only_on_the_path_says_how_to_install_it():
 def test_show_draws_tokens_at_small_lengths_and_blocks_at_large_ones(tmp_path):
     small = invoke("show", "causal", "-n", "8").output
     assert "████████········" in small and "(tokens)" in small
+    assert "8 x 12 tokens" in invoke("show", "causal", "-n", "8", "--kv-len", "12").output
     large = invoke("show", "causal & local(1024)", "-n", "65536", "--out", str(tmp_path / "mask.png")).output
     assert "(blocks)" in large and re.search("\n·+[░▒]+·", large) and (tmp_path / "mask.png").stat().st_size > 1000
     assert "by the share visited" in invoke("show", "causal & sinks(1)", "-n", "512", "--level", "visited").output
