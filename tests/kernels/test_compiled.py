@@ -21,12 +21,12 @@ def kernels():
 
 @pytest.fixture(scope="module")
 def of_selections():
-    return outcomes_of("sm90_selection.py")
+    return outcomes_of("sm90_launches.py", "selections")
 
 
 @pytest.fixture(scope="module")
 def of_choosers():
-    return outcomes_of("sm90_choosers.py")
+    return outcomes_of("sm90_launches.py", "choosers")
 
 
 def run_together(kernel: dict, programs: int, warps: int = 4) -> bool:
@@ -56,7 +56,7 @@ def test_products_of_selections_and_choosers_run_on_tensor_cores_and_gathered_ro
     assert all(k["wgmma"] > 0 and k["mma"] == 0 and k["tma"] > 0 for k in of_products), of_products
     gathering = [k for k in of_products if k["kernel"] in ("picked_parts", "picked_grads") and k["num_stages"] > 1]
     # Of blocks of several steps, the portable forward kernel copies keys ahead.
-    gathering = [k for k in gathering if k["kernel"] != "picked_parts" or k["case"][3] == k["tile_n"]]
+    gathering = [k for k in gathering if k["kernel"] != "picked_parts" or int(k["case"][3]) == k["tile_n"]]
     gathering += [k for k in of_products if k["kernel"].startswith("hopper")]
     assert gathering and all(k["async"] > 0 for k in gathering), gathering
     assert all(run_together(k, 2) for k in of_products if k["kernel"] in ("picked_parts", "visit_blocks")), of_products
@@ -65,19 +65,19 @@ def test_products_of_selections_and_choosers_run_on_tensor_cores_and_gathered_ro
 
 
 def test_the_kernel_that_picks_blocks_does_not_spill_and_two_programs_share_a_multiprocessor():
-    kinds = outcomes_of("sm90_choice.py")
+    kinds = outcomes_of("sm90_launches.py", "choices")
     assert len(kinds) == 11 and all(k["stack"] == 0 and k["shared"] <= 72 << 10 for k in kinds), kinds
-    assert [k["wgmma"] > 0 for k in kinds] == [k["kind"] != "given" for k in kinds]
+    assert [k["wgmma"] > 0 for k in kinds] == [k["case"][0] != "given" for k in kinds]
 
 
 def test_kernels_that_merge_do_not_spill_load_16_bytes_at_a_time_and_read_a_tiles_lse_before_it_is_written():
-    kinds = outcomes_of("sm90_merge.py")
-    assert {k["kernel"] for k in kinds} == {"merge_kernel", "move_kernel"} and all(k["stack"] == 0 for k in kinds), kinds
-    wide = [k for k in kinds if k["dim"] in (64, 128, 256) and k["dtype"] != "float64"]
+    kinds = outcomes_of("sm90_launches.py", "merges")
+    assert {k["kernel"] for k in kinds} == {"merge", "move"} and all(k["stack"] == 0 for k in kinds), kinds
+    wide = [k for k in kinds if k["dim"] in (64, 128, 256) and k["case"][0] != "torch.float64"]
     # A copy reads one tensor, all others two. Sixteen warps or more share a multiprocessor.
     assert len(wide) == 12 and all(k["wide"] == (4 if k["copies"] else 8) for k in wide), wide
     assert all(65536 // (128 * k["reg"]) >= 4 for k in wide), wide
-    assert all(k["waits"] for k in kinds if k["kernel"] == "merge_kernel"), kinds
+    assert all(k["waits"] for k in kinds if k["kernel"] == "merge"), kinds
 
 
 def test_a_thread_draws_once_for_four_pairs_also_where_tokens_stand_elsewhere(kernels):
