@@ -234,7 +234,7 @@ possible = (column < before) & ~scores.isnan()  =>  possible = (column <= before
 torch.arange(self.heads, device=q.device) * k.shape[1] // self.heads  =>  torch.arange(self.heads, device=q.device) % k.shape[1]
 @ 18 selection/decode | test_properties selection/test_selected_decoding | kv_lens beyond the cache's capacity are taken as they are
 kv_lens.long().clamp(max=capacity)  =>  kv_lens.long()
-@ 19 kernels/selection/pick_blocks | kernels/test_pick_blocks selection/test_choice | strides before a block count
+@ 19 kernels/selection/pick_blocks | selection/test_choice | strides before a block count
 inside = tl.minimum(step + REACH, PER_BLOCK) - tl.maximum(step, 0)  =>  inside = tl.minimum(step + REACH, PER_BLOCK) - step
 @ 20 packed/gather_rows | test_properties api/test_varlen | tokens of no document have lse 0
 .masked_fill_((index < 0)[:, None, None], fill)  =>  .masked_fill_((index < 0)[:, None, None], 0.0)

@@ -216,10 +216,11 @@ def _variant(case: Case):
 
 
 def _compiled_packed(target):
-    from sm90_packed import launches
-    from sm90_selection import compiled
+    from sm90_launches import compiled, packed
 
-    return compiled(*next(made for made in launches() if made[0].fn.__name__ == "fill_rows_kernel"), target)
+    made: list[tuple] = []
+    packed(lambda kernel, grid, *launched: made.append((kernel, *launched[:3])))
+    return compiled(*next(one for one in made if one[0].fn.__name__ == "fill_rows_kernel"), target)
 
 
 def _resources(result) -> tuple[str, str, str]:

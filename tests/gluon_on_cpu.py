@@ -48,6 +48,19 @@ TRITON = {np.dtype(kind): getattr(tl, _NAMES.get(name, name)) for name, kind in 
 EIGHT = np.dtype(np.uint8)
 
 
+# Masks that have every kind of tile and row between them, for tests: pattern, queries, keys, block.
+MASKS = {
+    "dense, ragged": (None, 200, 190, 128),
+    "causal": ("causal", 300, 300, 128),
+    "one document": ("causal & documents((0, 33, 40, 200, 385))", 385, 385, 128),
+    "bits": ("causal & (local(70) | strided(7, block=1))", 300, 300, 128),
+    "whole blocks": ("butterfly(block=128)", 512, 512, 128),
+    "empty rows and columns": ("prefix(70) & ~causal", 400, 300, 128),
+    "blocks of 64": ("local(90)", 300, 300, 64),
+    "blocks of 256": ("causal & local(200)", 400, 400, 256),
+}
+
+
 class Deadlock(AssertionError):
     """Every partition waits, and nothing is under way that could wake one."""
 

@@ -1,4 +1,7 @@
-"""Problems for the benchmark's peers."""
+"""Problems for the benchmark's peers, and stand-ins for these."""
+
+import sys
+import types
 
 import torch
 
@@ -17,3 +20,16 @@ def errors_of(peer, p):
     """A peer's errors, against float64 at sampled queries."""
     p = p.with_memory_order(peer.order)
     return sampled_errors(p, as_attend(p.leaves, peer.prepare(p)))
+
+
+def provide(monkeypatch, name: str, **contents) -> types.ModuleType:
+    """Makes a module of this name importable, and the packages that it is in."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        path = ".".join(parts[:end])
+        if end == len(parts) or path not in sys.modules:
+            monkeypatch.setitem(sys.modules, path, types.ModuleType(path))
+        if end > 1:
+            setattr(sys.modules[path.rpartition(".")[0]], parts[end - 1], sys.modules[path])
+    vars(sys.modules[name]).update(contents)
+    return sys.modules[name]

@@ -2,11 +2,10 @@
 
 import enum
 import pkgutil
-import sys
-import types
 from abc import ABC
 from dataclasses import dataclass
 
+import problems
 import torch
 
 
@@ -69,9 +68,4 @@ PROVIDED = {
 def provide(monkeypatch) -> None:
     """Makes them importable under the programs' names."""
     for name, contents in PROVIDED.items():
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            path = ".".join(parts[:end])
-            if path not in sys.modules:
-                monkeypatch.setitem(sys.modules, path, types.ModuleType(path))
-        vars(sys.modules[name]).update(contents)
+        problems.provide(monkeypatch, name, **contents)

@@ -316,6 +316,10 @@ def of_the_tests() -> Iterator[Callable[[], dict]]:
         yield _of_portable(f"{name}_of_192_and_128", kernel, table[256], 256, True, dim_v=128)
         yield _of_portable(f"{name}_of_dropout", kernel, table[64], 64, False, variant=DROPOUT)
         yield _of_portable(f"{name}_of_terms", kernel, table[64], 64, False, variant=EVERY_TERM, switches=EVERY_SWITCH)
+    placed = DROPOUT._replace(q_positions="*i32", kv_positions="*i32", batch_heads="*i32")
+    for name in ("forward", "grad_kv"):
+        kernel, table = KERNELS[name]
+        yield _of_portable(f"{name}_of_positions", kernel, table[128], 128, True, variant=placed)
     details = backward.grad_qkv_kernel, TILES["grad_kv"][64], 64, True
     yield _of_portable("grad_qkv_of_terms", *details, variant=EVERY_TERM, switches=EVERY_SWITCH)
     # Products over 96 of 128 columns.

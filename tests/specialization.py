@@ -12,6 +12,7 @@ Run it as a separate process: kernels defined under TRITON_INTERPRET cannot be c
 import json
 import sys
 from collections import defaultdict
+from functools import cache
 from itertools import product
 from unittest import mock
 
@@ -107,9 +108,13 @@ def checked_variant(batch: int, heads: int) -> tuple[Variant | None, ...]:
     return None, Variant(**lengths, **dropout, alibi_slopes=torch.zeros(batch, heads), softcap=2.0)
 
 
+compile_mask = cache(sf.compile_mask)
+
+
+@cache
 def masks_of(heads: int, q_len: int, kv_len: int, block_size: int):
-    mask = sf.compile_mask("causal", q_len, kv_len, block_size)
-    other = sf.compile_mask("causal & local(8)", q_len, kv_len, block_size)
+    mask = compile_mask("causal", q_len, kv_len, block_size)
+    other = compile_mask("causal & local(8)", q_len, kv_len, block_size)
     return None, mask, sf.BlockMask.per_head([mask if head % 2 else other for head in range(heads)])
 
 
@@ -152,7 +157,7 @@ def packed_calls() -> None:
     for documents, tokens, rows, heads in product(LENGTHS, LENGTHS, LENGTHS, (1, 16, 3)):
         ends = torch.zeros(documents + 1, dtype=torch.int32)
         layout = repack.lay_out(ends, ends, tokens, tokens + 15, tokens, rows, 128, False)
-        table = sf.compile_mask("causal", 128 * rows).by_query
+        table = compile_mask("causal", 128 * rows).by_query
         numbers = torch.zeros(128 * rows, dtype=torch.int32)
         records = repack.find_rows(layout, table, rows, tokens, 128, (numbers, numbers), True, False)
         tiles = [torch.zeros(count, 128, dtype=torch.int32) for count in (tokens, documents)]
@@ -193,13 +198,13 @@ def chooser_calls() -> None:
         bits = torch.zeros(batch, heads, *words.shape, dtype=torch.int32)
         for rule in ("keep", "mass", "floor", "relative", "budget"):
             rules.apply_rule(scores, words, words, counts, bits, 0, rule, 0.5)
-        table = sf.compile_mask("causal", q_len, kv_len, 64)
+        table = compile_mask("causal", q_len, kv_len, 64)
         for maps, by_key in product((bits.flatten(0, 1), torch.zeros(batch * heads, *grid.shape, dtype=torch.bool)), (False, True)):
             select.select_entries(maps, table.by_key if by_key else table.by_query, by_key, grid.shape, 2048)
 
 
 def selection_calls() -> None:
-    always = {(q_len, kv_len): sf.compile_mask("sinks(4)", q_len, kv_len, 32) for q_len, kv_len in product(LENGTHS, LENGTHS)}
+    always = {(q_len, kv_len): compile_mask("sinks(4)", q_len, kv_len, 32) for q_len, kv_len in product(LENGTHS, LENGTHS)}
     # Many turns, each with launches of its own.
     with mock.patch.object(division, "WORKSPACE", 1 << 10):
         for batch, (heads, kv_heads), (q_len, kv_len), beside in product((1, 2), HEADS, always, (False, True)):
@@ -237,6 +242,8 @@ def main() -> None:
     with mock.patch.object(launch, "keep_for_replay", lambda *_: None), not_capturing, one_stream:
         portable_calls()
         hopper_calls()
+        masks_of.cache_clear()
+        compile_mask.cache_clear()
         with heavy_rows_split():
             hopper_calls()
         packed_calls()

@@ -10,7 +10,7 @@ import json
 import pickle
 import sys
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
@@ -144,15 +144,6 @@ def test_a_pattern_registered_with_one_is_unknown_to_the_other(other):
     with pytest.raises(ValueError, match="unknown pattern 'elsewhere_third'"):
         other.parse("elsewhere_third & causal")
     assert elsewhere_third(other)() == other.parse("elsewhere_third") != sf.parse("elsewhere_third")
-
-
-@pytest.mark.usefixtures("registries")
-def test_patterns_of_installed_packages_go_to_the_installed_one_alone(other, monkeypatch, recwarn):
-    offered = elsewhere_third(sf)
-    monkeypatch.setitem(sys.modules, "offering", SimpleNamespace(offered=offered))
-    points = [metadata.EntryPoint("offered", "offering:offered", "sparse_flash.patterns")]
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [point for point in points if point.group == group])
-    assert "elsewhere_third" in sf.list_patterns() and "elsewhere_third" not in other.list_patterns() and not recwarn
 
 
 def test_a_mask_or_a_pattern_of_the_other_is_refused_with_the_way_out(other):

@@ -14,7 +14,7 @@ import torch
 from accepted import fitted, needs_triton
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracle import BACKENDS, DEVICE, check, dense_attention, gradients, no_host_synchronization
+from oracle import BACKENDS, DEVICE, check, dense_attention, gradients
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -98,7 +98,7 @@ def random_scores(q, k, size, seed, dtype=torch.float32):
     return torch.from_numpy(generator.choice(values, shape)).to(DEVICE, dtype)
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(
     chooser=chosen.drawn(chosen.SCORING, rule=clear),
     other=st.none() | chosen.drawn(chosen.SCORING, rule=clear),
@@ -156,7 +156,7 @@ def test_given_scores_are_taken_and_none_nan_or_minus_infinity_is_kept(chooser, 
     lengths=LENGTHS,
     seed=st.integers(0, 99),
 )
-def test_bits_by_kernels_are_the_maps_by_operations(some, within, always, lengths, seed):
+def test_kernels_choose_what_operations_choose(some, within, always, lengths, seed):
     assume(chosen.fit(within, always))
     spec = some[0]
     for one in (*some[1:], *([] if always is None else [always])):
@@ -164,12 +164,11 @@ def test_bits_by_kernels_are_the_maps_by_operations(some, within, always, length
     spec = spec if within is None else within & spec
     q, k = chosen.tensors(*lengths, batch=2, heads=4, kv_heads=2, seed=seed)
     scores = random_scores(q, k, 64, seed).nan_to_num(0.5, neginf=0.25)
-    with mock.patch.object(choose, "_can_use_kernels", lambda q: False):
-        maps = choose._choose_maps(spec, q, k, 1.0, scores, None, None)
-    with mock.patch.object(choose, "_can_use_kernels", lambda q: True):
-        bits = choose._choose_maps(spec, q, k, 1.0, scores, None, None)
-    found = (bits[..., None] >> torch.arange(32, device=DEVICE) & 1).flatten(3)[..., : maps.shape[3]].bool()
-    assert torch.equal(found, maps) and bits.dtype == torch.int32
+    masks = []
+    for kernels in (False, True):
+        with mock.patch.object(choose, "_can_use_kernels", lambda q, kernels=kernels: kernels):
+            masks.append(sf.choose_blocks(spec, q, k, scores=scores))
+    assert torch.equal(*(mask.to_dense() for mask in masks))
 
 
 @settings(max_examples=60)
@@ -255,8 +254,10 @@ def test_autocast_chooses_by_the_cast_tensors_and_rounds_no_product():
             assert torch.equal(sf.attention(q, k, v, spec), sf.attention(*rounded, spec))
 
 
-@parametrize("compiled", [False, True])
-@parametrize("within", ["window(70, 0)", "local(100) & window(500, 0)", "per_head"])
+@parametrize(
+    "within, compiled",
+    [("window(70, 0)", False), ("window(70, 0)", True), ("local(100) & window(500, 0)", False), ("per_head", False)],
+)
 def test_training_warns_once_where_later_keys_decide_although_no_query_sees_them(within, compiled):
     api_call._warn_that_later_keys_decide.cache_clear()
     spec = f"{within} & (sampled(8, keep=1, block=64) | sinks(4))"
@@ -293,54 +294,28 @@ def test_training_gives_no_warning_under_causal_and_where_queries_see_later_keys
             sf.attention(q, k, v, "window(70, 0) & pooled(keep=1)")
 
 
-@every
-def test_a_batch_of_no_sequences_gets_a_mask_that_attention_takes(spec):
-    q, k, v = (x[:0] for x in inputs())
-    mask = sf.choose_blocks(spec, q, k)
-    assert mask.mask_index.shape == (1, 4)
-    assert sf.attention(q, k, v, mask).shape == sf.attention(q, k, v, spec).shape == q.shape
-    nothing = torch.zeros(0, dtype=torch.int32, device=DEVICE)
-    assert sf.choose_blocks(spec, q, k, kv_lens=nothing).mask_index.shape == (1, 4)
-
-
-@parametrize("sizes", [{"batch": 0}, {"heads": 0}, {"q_len": 0}])
 @parametrize("compiled", [False, True])
 @parametrize(
     "spec, message",
     [("causal | sampled(8, keep=1)", "causal must stand before"), ("pooled(keep=1) & sampled(8, keep=1)", "joined by")],
 )
-def test_an_expression_that_cannot_be_is_an_error_without_data_too(spec, message, compiled, sizes):
-    shape = {"batch": 2, "heads": 4, "q_len": 9} | sizes
-    q = torch.zeros(*shape.values(), 16, device=DEVICE)
+def test_an_expression_that_cannot_be_is_an_error_without_data_too(spec, message, compiled):
     call = torch.compile(sf.attention, backend="eager", fullgraph=True) if compiled else sf.attention
-    with pytest.raises(Exception, match=message):
-        call(q, q, q, spec)
+    for shape in ((0, 4, 9, 16), (2, 0, 9, 16), (2, 4, 0, 16)):
+        q = torch.zeros(shape, device=DEVICE)
+        with pytest.raises(Exception, match=message):
+            call(q, q, q, spec)
 
 
 def compiled(spec):
     return torch.compile(lambda q, k, v: sf.attention(q, k, v, spec), backend="aot_eager", fullgraph=True)
 
 
-def loss(call, tensors):
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = call(*leaves)
-    return out, *torch.autograd.grad(out.square().sum(), leaves)
-
-
 @parametrize("spec", [EVERY["shared"], EVERY["by head"]], ids=["shared", "by head"])
-def test_choice_and_attention_compile_into_one_graph(spec):
-    call = compiled(spec)
-    for tokens in (200, 230):
-        tensors = inputs(tokens, tokens, seed=tokens)
-        for found, wanted in zip(loss(call, tensors), loss(lambda *x: sf.attention(*x, spec), tensors), strict=True):
-            torch.testing.assert_close(found, wanted)
-
-
-@parametrize("spec", [SPEC, EVERY["shared"], EVERY["by head"]], ids=["sampled", "shared", "by head"])
 def test_one_graph_serves_an_expression_at_all_lengths(spec):
     counter = CompileCounterWithBackend("aot_eager")
     call = torch.compile(lambda q, k, v: sf.attention(q, k, v, spec), backend=counter, fullgraph=True)
-    for tokens in range(65, 705, 64):  # more lengths than a function may be compiled for
+    for tokens in range(65, 265, 20):  # more lengths than a function may be compiled for
         tensors = inputs(tokens, tokens, seed=tokens)
         torch.testing.assert_close(call(*tensors), sf.attention(*tensors, spec))
     assert counter.frame_count == 2  # for the first length, and for all others
@@ -352,8 +327,7 @@ OF_ONE_LENGTH = {
 }
 
 
-@parametrize("strict", [False, True])
-@parametrize("spec", [SPEC, EVERY["shared"], *OF_ONE_LENGTH])
+@parametrize("spec, strict", [(SPEC, False), (SPEC, True), (EVERY["shared"], False), *((one, False) for one in OF_ONE_LENGTH)])
 def test_exported_programs_choose_from_other_inputs(spec, strict):
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
@@ -441,26 +415,6 @@ def test_the_choice_reads_nothing_on_the_host(spec):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@parametrize("spec", [spec.replace("64", "128") for spec in EVERY.values()], ids=EVERY)
-def test_the_choice_needs_no_host_synchronization_and_replays_in_a_graph(spec):
-    q, k, v = (x.bfloat16() for x in inputs(2048, 2048, head_dim=64))
-    sf.attention(q, k, v, spec)
-    with no_host_synchronization():
-        before = sf.choose_blocks(spec, q, k)
-    before = before.kept_blocks()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = sf.choose_blocks(spec, q, k)
-        out = sf.attention(q, k, v, captured)
-    for tensor, other in zip((q, k), inputs(2048, 2048, head_dim=64, seed=1), strict=False):
-        tensor.copy_(other)
-    graph.replay()
-    assert torch.equal(captured.kept_blocks(), sf.choose_blocks(spec, q, k).kept_blocks())
-    assert not torch.equal(captured.kept_blocks(), before)
-    assert torch.equal(out, sf.attention(q, k, v, spec))
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @parametrize("name", chosen.COMPARING)
 def test_a_gpu_makes_no_tensor_of_queries_by_keys(name):
     spec = sf.causal() & sf.parse(chosen.SPECIMENS[name].replace("keep=3, block=64", "keep=8"))
@@ -480,13 +434,12 @@ def padded(tokens=64 * 4 - 10):
 
 
 @every
-@parametrize("held", [math.nan, 1e4])
-def test_tokens_that_do_not_exist_decide_nothing(spec, held):
+def test_tokens_that_do_not_exist_decide_nothing(spec):
     q, k, v, lengths = padded()
     wanted = sf.attention(q, k, v, spec, **lengths)
     token = torch.arange(q.shape[2], device=DEVICE)
     gone = (token < lengths["kv_starts"][:, None]) | (token >= lengths["kv_lens"][:, None])
-    others = [x.masked_fill(gone[:, None, :, None], held) for x in (q, k, v)]
+    others = [x.masked_fill(gone[:, None, :, None], math.nan) for x in (q, k, v)]
     assert torch.equal(sf.attention(*others, spec, **lengths), wanted)
 
 
@@ -522,15 +475,14 @@ def test_a_padded_sequence_keeps_the_blocks_that_it_keeps_alone():
                 torch.testing.assert_close(together[sequence : sequence + 1, :, start:], alone)
 
 
-@parametrize("compiled", [False, True])
 @parametrize(
-    "given",
+    "given, compiled",
     [
-        {"kv_lens": [130, 200], "q_lens": [130, 200]},
-        {"kv_starts": [70, 0], "q_starts": [70, 0]},
-        {"kv_starts": [70, 3], "q_starts": [70, 3], "kv_lens": [130, 200], "q_lens": [131, 190]},
+        ({"kv_lens": [130, 200], "q_lens": [130, 200]}, False),
+        ({"kv_starts": [70, 0], "q_starts": [70, 0]}, False),
+        ({"kv_starts": [70, 3], "q_starts": [70, 3], "kv_lens": [130, 200], "q_lens": [131, 190]}, True),
     ],
-    ids=["at the end", "at the start", "both"],
+    ids=["at the end", "at the start", "both, compiled"],
 )
 @every
 def test_the_mask_of_a_padded_batch_is_the_one_that_attention_chooses(spec, given, compiled):
@@ -582,11 +534,6 @@ def test_heads_of_a_group_choose_once_by_the_largest_of_their_scores():
     # Also where another expression has the other group's heads.
     by_head = [text.format(True)] * 2 + ["causal & local(5)"] * 2
     assert torch.equal(sf.choose_blocks(sf.per_head(by_head), q, k).kept_blocks()[:, :2], shared[:, :2])
-
-
-def test_one_expression_by_head_is_that_of_all():
-    one = sf.choose_blocks("per_head([causal & pooled(keep=1)])", *inputs()[:2])
-    assert torch.equal(one.to_dense(), sf.choose_blocks("causal & pooled(keep=1)", *inputs()[:2]).to_dense())
 
 
 @dataclass(frozen=True)

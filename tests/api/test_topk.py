@@ -59,7 +59,7 @@ def dense(mask, batch, heads):
 keeps = st.integers(1, 12) | st.sampled_from([0.01, 0.07, 0.25, 0.5, 0.9, 1.0])
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     lengths=st.tuples(st.integers(1, 200), st.integers(1, 200)) | st.integers(1, 200).map(lambda n: (n, n)),
     within=st.none() | st.just(sf.causal()) | strategies.expressions,
@@ -99,13 +99,6 @@ def test_autocast_chooses_by_the_cast_tensors_and_rounds_no_product(every):
             assert torch.equal(chosen.to_dense(), wanted.to_dense())
 
 
-@parametrize("share_group", [False, True])
-def test_a_batch_of_no_sequences_gets_a_mask_that_attention_takes(share_group):
-    q, k = (torch.zeros(0, heads, 100, 8, device=DEVICE) for heads in (4, 2))
-    mask = sf.topk_blocks(q, k, 2, block_size=16, share_group=share_group)
-    assert mask.mask_index.shape == (1, 4) and sf.attention(q, k, k, mask).shape == q.shape
-
-
 @parametrize("q_len, kv_len", [(256, 256), (250, 250), (100, 250), (250, 100)])
 @parametrize("keep", [1, 3, 0.3])
 def test_no_later_key_changes_what_is_kept_and_an_earlier_one_does(q_len, kv_len, keep):
@@ -126,10 +119,9 @@ def test_no_later_key_changes_what_is_kept_and_an_earlier_one_does(q_len, kv_len
 
 
 @parametrize("keep, counts", [(1, [1] * 6), (3, [1, 2, 3, 3, 3, 3]), (9, [1, 2, 3, 4, 5, 6]), (0.5, [1, 1, 2, 2, 3, 3])])
-@parametrize("alike", [False, True], ids=["drawn", "all scores alike"])
-def test_a_row_keeps_as_many_blocks_as_it_was_told_its_own_among_them(keep, counts, alike):
+def test_a_row_keeps_as_many_blocks_as_it_was_told_its_own_among_them_where_all_scores_are_equal(keep, counts):
     q, k = inputs(6 * 32 - 5, 6 * 32 - 5)
-    mask = sf.topk_blocks(torch.zeros_like(q) if alike else q, k, keep, block_size=32)
+    mask = sf.topk_blocks(torch.zeros_like(q), k, keep, block_size=32)
     blocks = mask.kept_blocks()
     assert (blocks.sum(3).cpu() == torch.tensor(counts)).all()
     assert blocks.diagonal(dim1=2, dim2=3).all()

@@ -1,14 +1,14 @@
 """Stand-ins for FlashAttention-4 and cuDNN's blocks compute what they are asked, and peers refuse the rest. Each result of a real
 peer is compared with float64 before it is timed."""
 
-import sys
-import types
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from problems import errors_of, problem
+from problems import errors_of, problem, provide
 
-from sparse_flash.benchmarks.baselines import flash, registry
+from sparse_flash.benchmarks.baselines import registry
 from sparse_flash.benchmarks.measure import throughput
 from sparse_flash.benchmarks.workload import cases, masks
 
@@ -39,12 +39,8 @@ def flash_attn(monkeypatch):
         kept = (position[:, None] >= position) & (document[:, None] == document)
         return dense(q[None], k[None], v[None], kept)[0]
 
-    module = types.ModuleType("flash_attn.cute")
-    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
-    package = types.ModuleType("flash_attn")
-    package.cute = module
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
+    provide(monkeypatch, "flash_attn.cute", **functions)
 
 
 @pytest.mark.parametrize("spec", ["full", "causal", "causal & local(40)", "causal & documents([0, 100, 180, 256])"])
@@ -53,19 +49,6 @@ def test_flash_attention_4_computes_what_it_is_asked(flash_attn, spec, shape):
     p = problem(spec, **shape)
     assert registry.find_peer("fa4").refuses(p) is None
     assert max(errors_of(registry.find_peer("fa4"), p).values()) < 1e-4
-
-
-def test_flash_attention_3_is_looked_for_in_both_places(monkeypatch, tmp_path):
-    flash._load_installed_fa3.cache_clear()
-    monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: None)
-    assert "neither flash_attn_interface nor an xformers" in registry.find_peer("fa3").refuses(problem("causal"))
-    (tmp_path / "flash_attn_3").mkdir()
-    (tmp_path / "flash_attn_3" / "_C.so").write_bytes(b"not a library")
-    found = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: found if name == "xformers" else None)
-    flash._load_installed_fa3.cache_clear()
-    assert "_C.so does not load" in registry.find_peer("fa3").refuses(problem("causal"))
-    flash._load_installed_fa3.cache_clear()
 
 
 @pytest.fixture
@@ -89,10 +72,8 @@ def full_blocks(monkeypatch):
             found = torch.autograd.grad(again["o_tensor"], leaves, dout)
         return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), found, strict=True))
 
-    module = types.ModuleType("cudnn.block_sparse_attention")
-    module.BSA = types.SimpleNamespace(block_sparse_attention_forward=attend, block_sparse_attention_backward=grads)
-    monkeypatch.setitem(sys.modules, "cudnn", types.ModuleType("cudnn"))
-    monkeypatch.setitem(sys.modules, "cudnn.block_sparse_attention", module)
+    functions = SimpleNamespace(block_sparse_attention_forward=attend, block_sparse_attention_backward=grads)
+    provide(monkeypatch, "cudnn.block_sparse_attention", BSA=functions)
 
 
 @pytest.mark.parametrize(
@@ -110,20 +91,35 @@ def test_cudnns_blocks_compute_what_they_are_asked(full_blocks, spec, shape):
     assert max(errors_of(peer, p).values()) < 1e-4
 
 
-def test_cudnns_blocks_refuse_what_is_not_of_whole_blocks(full_blocks):
-    peer = registry.find_peer("cudnn-blocks")
-    assert "full blocks" in peer.refuses(problem("causal", block_size=64))
-    assert "full blocks" in peer.refuses(problem("full", block_size=64))
-    assert "blocks of 32" in peer.refuses(problem("butterfly(block=32)", block_size=32))
-    assert "as many heads" in peer.refuses(problem("butterfly(block=64)", heads=2, kv_heads=1, block_size=64))
+PLAIN = {"block_size": 64}
+REFUSED = [
+    ("sdpa-flash", "local(9)", {}, "dense"),
+    ("fa3", "local(9)", {}, "window"),
+    ("fa4", "local(9)", {}, "window"),
+    ("cudnn-blocks", "causal", PLAIN, "full blocks"),
+    ("cudnn-blocks", "full", PLAIN, "full blocks"),
+    ("cudnn-blocks", "butterfly(block=32)", {"block_size": 32}, "blocks of 32"),
+    ("cudnn-blocks", "butterfly(block=64)", PLAIN | {"heads": 2, "kv_heads": 1}, "as many heads"),
+    *(("fastvideo", spec, PLAIN | {"head_dim": 64}, "full blocks") for spec in ("causal", "full", "~local(200)")),
+    ("fastvideo", "butterfly(block=128)", {"head_dim": 64}, "blocks of 128"),
+    ("fastvideo", "butterfly(block=64)", PLAIN, "head_dim"),
+]
 
 
-def test_fastvideos_blocks_refuse_what_is_not_of_whole_blocks_or_their_first_keys():
-    peer = registry.find_peer("fastvideo")
-    for spec in ("causal", "full", "~local(200)"):
-        assert "full blocks" in peer.refuses(problem(spec, block_size=64, head_dim=64))
-    assert "blocks of 128" in peer.refuses(problem("butterfly(block=128)", head_dim=64))
-    assert "head_dim" in peer.refuses(problem("butterfly(block=64)", block_size=64))
+@pytest.mark.parametrize("peer, spec, shape, reason", REFUSED, ids=str)
+def test_peers_refuse_with_a_reason(flash_attn, full_blocks, peer, spec, shape, reason):
+    assert reason in registry.find_peer(peer).refuses(problem(spec, **shape))
+
+
+def test_peers_refuse_dtypes_and_dropout_and_unknown_ones_are_errors(flash_attn):
+    doubled = replace(problem("local(9)"), q=problem("local(9)").q.double())
+    assert registry.find_peer("sparse_flash:triton").refuses(doubled)
+    assert registry.find_peer("sparse_flash:torch").refuses(doubled) is None
+    dropped = replace(problem("full"), dropout_p=0.1)
+    assert all("dropout" in registry.find_peer(name).refuses(dropped) for name in ("flex", "fa4"))
+    for name in ("flax", "flex:triton"):
+        with pytest.raises(ValueError, match="unknown peer"):
+            registry.find_peer(name)
 
 
 def test_operations_are_counted_product_by_product():

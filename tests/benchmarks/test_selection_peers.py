@@ -1,11 +1,10 @@
 """Attention over picks beside another library: picks are as drawn, its call gets them, and wrong results are seen."""
 
 import json
-import sys
-from types import ModuleType
 
 import pytest
 import torch
+from problems import provide
 
 import sparse_flash as sf
 from sparse_flash.benchmarks import selection
@@ -14,13 +13,6 @@ from sparse_flash.benchmarks.selection import PicksCase
 
 CPU = torch.device("cpu")
 CASE = PicksCase(tokens=320, heads=4, kv_heads=2, head_dim=16, block_size=32, picks=4, alike=0.5)
-
-
-def stub(monkeypatch, module: str, name: str, function) -> None:
-    """``from module import name`` gives the function."""
-    for parent in [module.rsplit(".", n)[0] for n in range(module.count("."), 0, -1)] + [module]:
-        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-    setattr(sys.modules[module], name, function)
 
 
 def attention(q, k, v, picks, block_size):
@@ -47,7 +39,7 @@ def test_picks_are_earlier_blocks_and_change_as_often_as_asked(alike):
 
 
 def test_the_library_gives_the_same_results_and_a_wrong_one_is_seen(monkeypatch):
-    stub(monkeypatch, peers._NSA, "topk_sparse_attention", packed)
+    provide(monkeypatch, peers._NSA, topk_sparse_attention=packed)
     found = selection.run(CASE, ["nsa-triton", "sparse_flash"], CPU, torch.float64)["results"]
     for result in found.values():
         assert result["correct"] and max(result["errors"].values()) < 1e-9
@@ -56,7 +48,7 @@ def test_the_library_gives_the_same_results_and_a_wrong_one_is_seen(monkeypatch)
     def one_pick_fewer(q, k, v, picks, block_size, cu_seqlens):
         return packed(q, k, v, picks[..., 1:], block_size, cu_seqlens)
 
-    stub(monkeypatch, peers._NSA, "topk_sparse_attention", one_pick_fewer)
+    provide(monkeypatch, peers._NSA, topk_sparse_attention=one_pick_fewer)
     found = selection.run(CASE, ["nsa-triton"], CPU, torch.float32)["results"]["nsa-triton"]
     assert not found["correct"] and "wrong" in selection.format_result(found)
 
@@ -65,7 +57,7 @@ def test_a_failure_is_a_result_and_what_a_library_cannot_do_is_said(monkeypatch)
     found = selection.run(CASE, ["nsa-triton", peers.DENSE], CPU, torch.float32)["results"]
     assert f"{peers._NSA} does not load" in found["nsa-triton"]["refused"]
     assert found[peers.DENSE] == {"refused": "cuDNN runs on GPUs"}
-    stub(monkeypatch, peers._NSA, "topk_sparse_attention", lambda *_: 1 / 0)
+    provide(monkeypatch, peers._NSA, topk_sparse_attention=lambda *_: 1 / 0)
     found = selection.run(CASE, ["nsa-triton"], CPU, torch.float32)["results"]
     assert found == {"nsa-triton": {"failed": "ZeroDivisionError: division by zero"}}
 

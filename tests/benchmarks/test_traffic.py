@@ -62,25 +62,12 @@ def test_the_fit_finds_the_line_and_how_much_it_explains():
     assert 0 < traffic.fit(bent, name, level)["r2"] < 0.99
 
 
-def test_the_count_is_that_of_a_walk_over_all_blocks():
-    blocks, block = traffic.TOKENS // traffic.BLOCK, traffic.BLOCK * traffic.HEAD_DIM * 2  # bytes of a tile of one tensor
-    forward, backward = (sum(traffic.count_bytes(name).values()) for name in traffic.PASSES)
-    assert forward == traffic.HEADS * (blocks * block + blocks**2 * 2 * block)
-    assert backward == traffic.HEADS * (blocks * 2 * block + blocks**2 * (2 * block + 2 * traffic.BLOCK * 4))
-
-
 def test_the_files_hold_the_figures_and_a_plot_for_each_theme(tmp_path):
     data = traffic.write(tmp_path / "new", {"device": "a GPU"}, points(2e8, 3e9))
     assert json.loads((tmp_path / "new" / "traffic.json").read_text()) == data
     assert data["environment"] == {"device": "a GPU"} and len(data["points"]) == len(traffic.DENSITIES)
     for name in ("traffic.png", "traffic-dark.png"):
         assert (tmp_path / "new" / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_rows_of_a_block_map_keep_equally_many_blocks():
-    blocks = traffic.block_map(1 / 32)
-    assert blocks.dtype == torch.bool and blocks.shape == (1, 16, 128, 128)
-    assert (blocks.sum(-1) == 4).all() and not torch.equal(blocks[0, 0], blocks[0, 1])
 
 
 def stand_in(folder, text, status=0):

@@ -4,7 +4,6 @@ import importlib
 import importlib.metadata
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -102,19 +101,6 @@ def test_a_combination_is_called_tested_only_where_it_was(combination, tested, s
     assert found is tested and said in text
 
 
-def test_a_torch_without_metadata_is_known_by_its_own_word(monkeypatch):
-    installed = importlib.metadata.version
-
-    def version(name: str) -> str:
-        if name == "torch":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 0 and "not installed" in result.output and "tested" in result.output
-
-
 def test_what_triton_needs_and_does_not_find_is_said_with_the_way_out(monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -145,15 +131,6 @@ def test_an_interpreter_that_fails_with_this_numpy_is_a_refusal(triton, numpy, f
     assert (reason is not None) is fails and (not fails or "pip install 'numpy<2.4'" in reason)
 
 
-def test_the_extra_for_transformers_brings_what_its_trainer_needs():
-    (requirement,) = PROJECT["optional-dependencies"]["transformers"]
-    assert requirement.startswith("transformers[torch]")
-    brought = importlib.metadata.requires("transformers")
-    assert any(re.match(r"accelerate\b.*extra == ['\"]torch['\"]", line) for line in brought)
-    assert "sparse-flash[transformers,train,diffusers]" in PROJECT["optional-dependencies"]["dev"]
-    assert all("accelerate" in pinned for pinned in (OLDEST, CI, NEWEST))
-
-
 @pytest.mark.parametrize("library, extra, older", [("transformers", "[torch]", "5.7.1"), ("diffusers", "", "0.41.0")])
 def test_an_older_library_is_refused_with_the_way_out(library, extra, older, monkeypatch):
     installed = pytest.importorskip(library)
@@ -170,21 +147,3 @@ def test_the_command_line_says_its_version():
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0 and result.output == f"sparse-flash {sparse_flash.__version__}\n"
     assert PROJECT["version"] == sparse_flash.__version__
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize(
-    "pair, variable",
-    [("oldest", "OLDEST_PYTHON"), ("newest", "NEWEST_PYTHON"), *((torch, "NEWEST_PYTHON") for torch in BETWEEN)],
-)
-def test_the_matrix_says_which_python_it_lacks_and_what_it_will_fetch(pair, variable, tmp_path):
-    for name in ("Makefile", "pyproject.toml", "constraints-oldest.txt", "constraints-newest.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    command = ["make", "-C", str(tmp_path), "matrix", f"PAIR={pair}"]
-    lacking = subprocess.run([*command, f"{variable}="], capture_output=True, text=True)
-    assert (
-        lacking.returncode and f"PAIR={pair} {variable}=/path/to/python" in lacking.stderr and not (tmp_path / ".matrix").exists()
-    )
-    steps = subprocess.run([*command, "-n", f"{variable}=python3"], capture_output=True, text=True, check=True).stdout
-    told, installed, tested = (steps.index(text) for text in ("GB to fetch", f"constraints-{pair}.txt --no-deps", "-m pytest"))
-    assert told < installed < tested

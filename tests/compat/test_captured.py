@@ -73,32 +73,12 @@ def nested(data):
     return lambda q, kv: inner(q, kv)
 
 
-def of_attribute(data):
-    holder = types.SimpleNamespace(data=data)
-    return lambda q, kv: holder.data[q] >= holder.data[kv]
-
-
 def of_object(made):
     def reader(data):
         holder = made(data)
         return lambda q, kv: holder.data[q] >= holder.data[kv]
 
     return reader
-
-
-def of_method(data):
-    holder = Reader(data)
-    return lambda q, kv: holder.rule(q, kv)
-
-
-def of_name(data):
-    holder = Reader(data)
-    return lambda q, kv: getattr(holder, "data")[q] >= holder.data[kv]  # noqa: B009
-
-
-def of_items(data):
-    rows = Rows(data)
-    return lambda q, kv: rows[q] >= rows[kv]
 
 
 def of_items_and_an_attribute(data):
@@ -118,24 +98,24 @@ def of_pattern(data):
     return lambda q, kv: pattern.token_rule(q, kv)
 
 
-def of_buffer(data):
+def module_of(data):
     module = torch.nn.Module()
     if isinstance(data, torch.Tensor):
         module.register_buffer("data", data)
     else:
         module.data = data
-    return lambda q, kv: module.data[q] >= module.data[kv]
+    return module
 
 
 READERS = {
-    "attribute of an object": of_attribute,
-    "buffer of a module": of_buffer,
+    "attribute of an object": of_object(lambda data: types.SimpleNamespace(data=data)),
+    "buffer of a module": of_object(module_of),
     "slots": of_object(Slots),
     "property": of_object(Hidden),
     "__getattr__": of_object(Config),
-    "method of an object": of_method,
-    "getattr": of_name,
-    "__getitem__": of_items,
+    "method of an object": lambda data: (lambda holder: lambda q, kv: holder.rule(q, kv))(Reader(data)),
+    "getattr": lambda data: (lambda holder: lambda q, kv: getattr(holder, "data")[q] >= holder.data[kv])(Reader(data)),  # noqa: B009
+    "__getitem__": lambda data: (lambda rows: lambda q, kv: rows[q] >= rows[kv])(Rows(data)),
     "__getitem__ and an attribute": of_items_and_an_attribute,
     "function set on an object": of_a_method_of_its_own,
     "another pattern": of_pattern,

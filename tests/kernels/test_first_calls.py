@@ -38,16 +38,6 @@ def test_a_terminal_is_told_what_is_compiled_where_that_takes_long(cache, monkey
     assert capsys.readouterr().err == (expected if terminal else "")
 
 
-def test_nothing_is_said_of_what_takes_no_time(cache, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(first_calls, "_PATIENCE", 1e6)
-    with first_calls.first_call("a kernel", ("kernel",)):
-        waiting = _timers()
-    for timer in waiting:
-        timer.join()  # it was cancelled, and ends at once
-    assert waiting and capsys.readouterr().err == ""
-
-
 def _timers() -> list[threading.Timer]:
     return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import DEVICE, check, heavy_rows_split
+from oracle import DEVICE, check
 from picked import check_selected
 
 import sparse_flash as sf
@@ -95,9 +95,9 @@ def few(monkeypatch):
     order._least_divisor.cache_clear()
 
 
-@pytest.mark.parametrize("batch", [2, 7])
-@pytest.mark.parametrize("mask", [None, "causal", "local(20)"])
-@pytest.mark.parametrize("one_launch_tokens", [0, 1 << 20])
+@pytest.mark.parametrize(
+    "one_launch_tokens, mask, batch", [(0, None, 2), (0, "causal", 7), (1 << 20, "local(20)", 7), (1 << 20, None, 2)]
+)
 def test_more_heads_than_the_second_axis_has_are_right(few, monkeypatch, one_launch_tokens, mask, batch):
     monkeypatch.setattr(configs, "ONE_LAUNCH_TOKENS", one_launch_tokens)
     check("triton", mask, 40, 45, batch=batch, heads=6, kv_heads=3, dtype=torch.float16, head_dim=16, block_size=mask and 32)
@@ -105,30 +105,7 @@ def test_more_heads_than_the_second_axis_has_are_right(few, monkeypatch, one_lau
 
 @pytest.mark.parametrize("every", [1, 16])
 def test_a_selection_with_more_heads_than_the_second_axis_has_is_right(few, every):
-    check_selected("triton", 8, 4, 8, 60, 80, every, 64, 2, always="sinks(4)")
-
-
-def test_hopper_launches_have_one_axis(monkeypatch):
-    pytest.importorskip("triton.experimental.gluon")
-    if DEVICE != "cpu":
-        pytest.skip("the launches themselves are tested on a GPU")
-    import gluon_on_cpu as emulated
-
-    found, launch = {}, emulated._launch
-
-    def seen(recording, kernel, prepared, *rest):
-        found[kernel.fn.__name__] = prepared[0]
-        launch(recording, kernel, prepared, *rest)
-
-    monkeypatch.setattr(emulated, "_launch", seen)
-    sizes = {"batch": 2, "heads": 2, "head_dim": 64, "dtype": torch.float16}
-    with heavy_rows_split():
-        mask = sf.compile_mask("causal | sinks(130)", 300, 300, 128)
-    with emulated.gluon_on_cpu(seed=0):
-        check("hopper", mask, 300, 300, **sizes)
-        check("hopper", mask, 300, 300, deterministic=True, **sizes)
-    rows = {"bound_kernel", "prepare_kernel", "finish_kernel", "combine_kernel", "combine_columns_kernel"}
-    assert rows <= found.keys() and {grid[1] for grid in found.values()} == {1}
+    check_selected("triton", 8, 4, 8, 34, 40, every, 16, 2, always="sinks(4)")
 
 
 # batch, heads, key heads, tokens: windows of images, frames, rows of tables.
@@ -179,31 +156,6 @@ def test_attention_over_many_heads_is_right(backend, mask, deterministic, shape)
 
 @needs_gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_many_documents_are_right(shape):
-    q, k, v = many(shape)
-    batch, tokens = shape[0], shape[3]
-    bounds = torch.arange(0, (batch + 1) * tokens, tokens, device=DEVICE, dtype=torch.int32)
-    packed = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    out = sf.attention_varlen(*packed, bounds, mask="causal", max_seqlen_q=tokens)
-    close_to_sdpa(out.unflatten(0, (batch, tokens)).transpose(1, 2), q, k, v, causal(tokens))
-
-
-@needs_gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_decoding_over_many_heads_is_right(shape):
-    with torch.no_grad():
-        q, k, v = many(shape)
-        last = q[:, :, -1:]
-        close_to_sdpa(sf.attention_decode(last, k, v), last, k, v, gradients=False)
-        # Every block is picked.
-        chosen = sf.BlockSelection.from_picks(
-            torch.arange(shape[3] // 16, device=DEVICE, dtype=torch.int32).expand(shape[0], shape[2], 1, -1), 16, kv_len=shape[3]
-        )
-        close_to_sdpa(sf.attention_decode(last, k, v, chosen), last, k, v, gradients=False)
-
-
-@needs_gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("every, block_size", [(1, 16), (16, 16), (1, 64)])
 def test_selections_of_many_heads_are_right(every, block_size, shape):
     q, k, v = many(shape)
@@ -212,13 +164,3 @@ def test_selections_of_many_heads_are_right(every, block_size, shape):
     assert torch.equal(chosen.picks[SAMPLE], few.picks)
     chosen = sf.topk_blocks(q, k, shape[3] // block_size, every=every, block_size=block_size)  # all blocks
     close_to_sdpa(sf.attention(q, k, v, chosen), q, k, v, causal(shape[3]))
-
-
-@needs_gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_masks_chosen_for_many_heads_are_right(shape):
-    q, k, v = many(shape)
-    with torch.no_grad():
-        mask = sf.topk_blocks(q, k, 1, block_size=64)
-    kept = sf.topk_blocks(q[SAMPLE], k[SAMPLE], 1, block_size=64).to_dense()
-    close_to_sdpa(sf.attention(q, k, v, mask), q, k, v, kept)

@@ -23,19 +23,14 @@ pytestmark = [
     pytest.mark.usefixtures("poison"),
 ]
 
-CASES = {
-    "dense, ragged": (None, 200, 190, {}),
-    "causal": ("causal", 300, 300, {"kv_heads": 1}),
-    "one document": ("causal & documents((0, 33, 40, 200, 385))", 385, 385, {"head_dim": 128}),
-    "bits": ("causal & (local(70) | strided(7, block=1))", 300, 300, {"head_dim": 96}),
-    "whole blocks": ("butterfly(block=128)", 512, 512, {"kv_heads": 1}),
-    "empty rows and columns": ("prefix(70) & ~causal", 400, 300, {}),
-    "blocks of 256": ("causal & local(200)", 400, 400, {"block_size": 256}),
-    "256": ("causal", 300, 300, {"head_dim": 256, "kv_heads": 1}),
-    "256, blocks of 64": ("local(90)", 200, 200, {"head_dim": 256, "block_size": 64}),
-    "192 and 128": ("causal & (local(70) | strided(7, block=1))", 300, 300, {"head_dim": 192, "v_head_dim": 128}),
-    "136, empty rows": ("prefix(70) & ~causal", 300, 200, {"head_dim": 136}),
-    "64 and 200, dense": (None, 100, 190, {"head_dim": 64, "v_head_dim": 200}),
+WITH = {"causal": {"kv_heads": 1}, "one document": {"head_dim": 128}, "bits": {"head_dim": 96}, "whole blocks": {"kv_heads": 1}}
+CASES = {name: (*of, WITH.get(name, {})) for name, of in emulated.MASKS.items() if name != "blocks of 64"}
+CASES |= {
+    "256": ("causal", 300, 300, 128, {"head_dim": 256, "kv_heads": 1}),
+    "256, blocks of 64": ("local(90)", 200, 200, 64, {"head_dim": 256}),
+    "192 and 128": (*emulated.MASKS["bits"], {"head_dim": 192, "v_head_dim": 128}),
+    "136, empty rows": ("prefix(70) & ~causal", 300, 200, 128, {"head_dim": 136}),
+    "64 and 200, dense": (None, 100, 190, 128, {"head_dim": 64, "v_head_dim": 200}),
 }
 
 
@@ -43,10 +38,10 @@ CASES = {
     "name, deterministic", [*((name, False) for name in CASES), ("causal", True), ("bits", True), ("256", True)]
 )
 def test_hopper_kernels_are_right_in_a_drawn_order_of_events(name, deterministic):
-    spec, q_len, kv_len, changed = CASES[name]
-    options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64, "heads": 2, "deterministic": deterministic} | changed
+    spec, q_len, kv_len, block_size, changed = CASES[name]
+    options = {"dtype": torch.float16, "head_dim": 64, "heads": 2, "deterministic": deterministic} | changed
     with emulated.gluon_on_cpu(seed=len(name)):
-        check("hopper", spec, q_len, kv_len, **options)
+        check("hopper", spec, q_len, kv_len, block_size=block_size, **options)
 
 
 @pytest.mark.parametrize("spec, head_dim", [(None, 64), ("causal", 128), ("local(150)", 96)])
@@ -55,20 +50,14 @@ def test_scores_that_rise_far_from_key_to_key_are_right(spec, head_dim):
         check("hopper", spec, 500, block_size=128, dtype=torch.float16, head_dim=head_dim, heads=1, score_rise=100.0)
 
 
-OF_LENGTHS = [(None, 700, 40, 192), (None, 100, 40, 64), (None, 100, 80, 64), (None, 700, 80, 128)]
-OF_LENGTHS += [("causal & local(90) | sinks(70)", *row) for row in ((700, 40, 128), (100, 40, 64), (100, 80, 64), (700, 80, 128))]
+# Tiles of 192 and 64 queries without a table, of 64 with one.
+@pytest.mark.parametrize("spec, q_len, head_dim", [(None, 700, 40), (None, 100, 80), ("causal & local(90) | sinks(70)", 100, 40)])
+def test_calls_are_right_in_tiles_that_suit_their_length(monkeypatch, spec, q_len, head_dim):
+    from sparse_flash.kernels.hopper import configs
 
-
-@pytest.mark.parametrize("spec, q_len, head_dim, queries", OF_LENGTHS)
-def test_calls_are_right_in_tiles_that_suit_their_length(monkeypatch, spec, q_len, head_dim, queries):
-    from sparse_flash.kernels.hopper import configs, division
-
-    chosen, choose = [], division.plain_forward_config
     monkeypatch.setattr(configs, "SHORT_TILES", {64: 2, 128: 2})
-    monkeypatch.setattr(division, "plain_forward_config", lambda *call: chosen.append(choose(*call)) or chosen[-1])
     with emulated.gluon_on_cpu(seed=5):
         check("hopper", spec, q_len, 300, block_size=128, dtype=torch.float16, head_dim=head_dim, heads=2, kv_heads=1)
-    assert {config.queries for config in chosen} == {queries}
 
 
 @pytest.mark.parametrize("dim, dim_v", [*product((64, 128, 192, 256), (64, 128, 256))])
@@ -106,7 +95,6 @@ def test_splits_of_heavy_rows_are_combined(head_dim, v_head_dim):
         check("hopper", mask, 512, 512, block_size=128, dtype=torch.float16, **shape)
 
 
-_TABLES = 8  # among the arguments of forward._forward_launch
 OF_TALL_ROWS = {
     "causal": ("causal", 700, 640, {"kv_heads": 1}),
     "rows of one block": ("causal & documents((0, 33, 40, 200, 385))", 385, 385, {}),
@@ -118,24 +106,22 @@ OF_TALL_ROWS = {
 
 @pytest.fixture
 def tall_tiles(monkeypatch):
-    """Tiles of 192 queries wherever a mask may have rows for them; a list of the rows that kernels visit."""
-    from sparse_flash.kernels.hopper import configs, forward
+    """Tiles of 192 queries wherever a mask may have rows for them."""
+    from sparse_flash.kernels.hopper import configs
 
     monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
     monkeypatch.setattr(configs, "TALL_TILE_TIME", 0)
     monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
-    rows, launch = [], forward._forward_launch
-    monkeypatch.setattr(forward, "_forward_launch", lambda *call: rows.append(call[_TABLES].row_queries) or launch(*call))
-    return rows
 
 
 @pytest.mark.parametrize("name", OF_TALL_ROWS)
 def test_tiles_of_192_queries_have_rows_of_their_own(tall_tiles, name):
     spec, q_len, kv_len, changed = OF_TALL_ROWS[name]
-    options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64, "heads": 2} | changed
+    options = {"dtype": torch.float16, "head_dim": 64, "heads": 2} | changed
+    mask = sf.compile_mask(spec, q_len, kv_len, 128)
+    assert mask.tall is not None
     with emulated.gluon_on_cpu(seed=len(name)):
-        check("hopper", spec, q_len, kv_len, **options)
-    assert set(tall_tiles) == {192}
+        check("hopper", mask, q_len, kv_len, **options)
 
 
 def test_splits_of_heavy_tall_rows_are_combined(tall_tiles):
@@ -144,29 +130,6 @@ def test_splits_of_heavy_tall_rows_are_combined(tall_tiles):
         assert mask.tall.by_query.is_split
     with emulated.gluon_on_cpu():
         check("hopper", mask, 700, 700, block_size=128, dtype=torch.float16, head_dim=64, heads=2, kv_heads=1)
-    assert set(tall_tiles) == {192}
-
-
-@pytest.mark.parametrize("options", [{"head_dim": 80}, {"block_size": 256}, {"heads": 3, "per_head": True}, {"dropout_p": 0.2}])
-def test_other_calls_with_a_table_visit_the_masks_own_rows(tall_tiles, options):
-    options = {"head_dim": 64, "block_size": 128, "heads": 2, "dropout_p": 0.0, "per_head": False} | options
-    mask = sf.compile_mask("causal & local(300)", 700, 700, options["block_size"])
-    if options["per_head"]:
-        mask = sf.BlockMask.per_head([mask, "causal", mask])
-    q = torch.randn(1, options["heads"], 700, options["head_dim"], dtype=torch.float16)
-    with emulated.gluon_on_cpu():
-        out = sf.attention(q, q, q, mask, dropout_p=options["dropout_p"], backend="hopper")
-    assert tall_tiles == [options["block_size"]] and out.isfinite().all()
-
-
-@pytest.mark.parametrize("block_size", [128, 256])
-def test_tiles_that_do_not_divide_a_row_of_the_table_are_not_taken(monkeypatch, block_size):
-    from sparse_flash.kernels.hopper import configs, division, forward
-
-    mask, q = sf.compile_mask("butterfly", 4096, 4096, block_size), torch.zeros(1, 1, 4096, 64, dtype=torch.float16)
-    assert mask.tall is None
-    monkeypatch.setattr(division, "plain_forward_config", lambda *_: configs.TALL_FORWARD[64])
-    assert forward._config_and_tables(q, q, mask, forward.PLAIN) == (configs.FORWARD[64], mask)
 
 
 OF_DOCUMENTS = {
@@ -179,26 +142,23 @@ OF_DOCUMENTS = {
 
 @pytest.fixture
 def blocks_by_document(monkeypatch):
-    """Blocks that start where documents start wherever a mask may have them; a list of whether kernels run them."""
-    from sparse_flash.kernels.hopper import backward, configs, forward
+    """Blocks that start where documents start wherever a mask may have them."""
+    from sparse_flash.kernels.hopper import configs
 
     monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
     monkeypatch.setattr(configs, "TALL_TILE_TIME", 1 << 30)
     monkeypatch.setattr(document_blocks, "_LEAST_GAIN", 0)
-    found, launch, launch_backward = [], forward._forward_launch, backward._launch
-    monkeypatch.setattr(forward, "_forward_launch", lambda *call: found.append(call[_TABLES].starts is not None) or launch(*call))
-    monkeypatch.setattr(backward, "_launch", lambda *call: found.append(call[3].starts is not None) or launch_backward(*call))
-    return found
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", OF_DOCUMENTS)
 def test_tiles_start_where_documents_start(blocks_by_document, name, deterministic):
     spec, tokens, changed = OF_DOCUMENTS[name]
-    options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64, "heads": 2, "deterministic": deterministic} | changed
+    options = {"dtype": torch.float16, "head_dim": 64, "heads": 2, "deterministic": deterministic} | changed
+    mask = sf.compile_mask(spec, tokens)
     with emulated.gluon_on_cpu(seed=len(name)):
-        check("hopper", spec, tokens, tokens, **options)
-    assert set(blocks_by_document) == {True}
+        check("hopper", mask, tokens, tokens, **options)
+    assert mask.by_document is not None
 
 
 def test_gradients_of_tiles_that_start_where_documents_start_repeat_in_any_order_of_events(blocks_by_document):
@@ -210,7 +170,7 @@ def test_gradients_of_tiles_that_start_where_documents_start_repeat_in_any_order
         with emulated.gluon_on_cpu(seed=seed):
             out = sf.attention(*leaves, mask, backend="hopper", deterministic=True)
             found.append([out, *torch.autograd.grad(out, leaves, dout)])
-    assert set(blocks_by_document) == {True} and all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, *found[1:]))
+    assert mask.by_document is not None and all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, *found[1:]))
 
 
 @pytest.mark.parametrize(
@@ -233,22 +193,9 @@ def test_results_by_document_are_those_of_another_back_end(blocks_by_document, s
 
     with emulated.gluon_on_cpu(seed=1):
         found = results("hopper")
-    assert blocks_by_document == [True, True]
+    assert mask.by_document is not None
     for one, other in zip(found, results("torch"), strict=True):
         assert (one.float() - other.float()).norm() < 2e-3 * other.float().norm()
-
-
-def test_a_short_call_has_blocks_by_document_made_for_its_backward_pass(blocks_by_document, monkeypatch):
-    from sparse_flash.kernels.hopper import configs
-
-    monkeypatch.setattr(configs, "SHORT_TILES", {64: 1 << 30, 128: 1 << 30})
-    mask = sf.compile_mask("causal & documents((0, 33, 40, 200, 385))", 385)
-    leaves = [torch.randn(1, 2, 385, 64, dtype=torch.float16, requires_grad=True) for _ in range(3)]
-    with emulated.gluon_on_cpu():
-        out = sf.attention(*leaves, mask, backend="hopper")
-        assert "_by_document" in vars(mask)
-        out.sum().backward()
-    assert blocks_by_document == [False, True]
 
 
 def test_packed_documents_are_attended_to_in_tiles_that_start_where_they_start(blocks_by_document, monkeypatch):
@@ -268,18 +215,9 @@ def test_packed_documents_are_attended_to_in_tiles_that_start_where_they_start(b
     monkeypatch.setattr(in_place, "_assemble_on_device", None)  # nothing needs the other table
     with emulated.gluon_on_cpu(seed=1):
         found = results("hopper")
-    assert blocks_by_document == [True, True] and not found[0][385:].any()
+    assert not found[0][385:].any()
     for one, other in zip(found, wanted, strict=True):
         assert (one.float() - other.float()).norm() < 2e-3 * other.float().norm()
-
-
-@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"dropout_p": 0.2}, {"kv_lens": torch.tensor([300])}])
-def test_calls_with_a_variant_keep_the_masks_own_blocks(blocks_by_document, options):
-    mask = sf.compile_mask("causal & documents((0, 33, 40, 200, 385))", 385)
-    q = torch.randn(1, 2, 385, 64, dtype=torch.float16, requires_grad=True)
-    with emulated.gluon_on_cpu():
-        sf.attention(q, q, q, mask, backend="hopper", **options).sum().backward()
-    assert set(blocks_by_document) == {False} and q.grad.isfinite().all()
 
 
 def test_dropout_drops_the_pairs_that_it_drops_elsewhere():

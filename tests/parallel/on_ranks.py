@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sparse_flash as sf
-from sparse_flash.parallel import agreement, assignment, choice, routes, transfer
+from sparse_flash.parallel import agreement, assignment, choice, routes
 
 RAGGED = sf.documents([0, 70, 333, 334, 900, 1500, 1801])
 # name: (mask, tokens, block, batch, heads, kv_heads)
@@ -306,10 +306,9 @@ def compiled(plans: int, **options) -> tuple[float, int]:
     return worst, counter.frame_count
 
 
-def checkpointed(name: str, policy: str) -> tuple[float, int, int]:
-    """(the difference from one process, exchanges forward, exchanges backward), with dropout, whose seed is
-    drawn again where it is recomputed. policy: "none": no checkpointing; "all": everything is recomputed; "operator": everything
-    but what the operator returns."""
+def checkpointed(name: str, policy: str) -> float:
+    """The difference from one process with dropout, whose seed is drawn again where it is recomputed. policy: "all": everything is
+    recomputed; "operator": everything but what the operator returns."""
     plan = plan_of(name)
 
     def of(_, function, *args, **kwargs):
@@ -317,21 +316,13 @@ def checkpointed(name: str, policy: str) -> tuple[float, int, int]:
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     more = {"context_fn": partial(create_selective_checkpoint_contexts, of)} if policy == "operator" else {}
-    forward = []
 
-    def attend(*qkv):
-        # A product, so that something is left to recompute.
-        found = plan.attention(qkv[0] * 1.0, *qkv[1:], dropout_p=0.2, return_lse=True)
-        forward.append(exchanges.call_count)
-        return found
-
-    def checkpointed_attend(*qkv):
-        return checkpoint(attend, *qkv, use_reentrant=False, **more)
+    def attend(q, k, v):
+        return plan.attention(q * 1.0, k, v, dropout_p=0.2, return_lse=True)  # a product, so that something is left to recompute
 
     torch.manual_seed(SEED + dist.get_rank())
-    with patch.object(transfer.Message, "send", autospec=True, side_effect=transfer.Message.send) as exchanges:
-        got = together(plan, inputs(name), attend if policy == "none" else checkpointed_attend)
-    return difference(got, of_one_process(name, 0.2)), forward[0], exchanges.call_count - forward[0]
+    got = together(plan, inputs(name), lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False, **more))
+    return difference(got, of_one_process(name, 0.2))
 
 
 def on_two_dimensions(name: str, strategy: str) -> float:

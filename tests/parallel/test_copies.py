@@ -17,11 +17,6 @@ from sparse_flash.parallel.planning import PlanOptions, plan_sequence
 from sparse_flash.parallel.traffic import Traffic
 
 
-def test_pieces_in_very_many_runs_are_written_for_each_rank():
-    wanted = [np.random.default_rng(0).random((3, size)) < 0.5 for size in (10, 800, 10)]
-    assert Traffic.from_wanted(wanted, 0).unique is None and Traffic.from_wanted([one[:, :50] for one in wanted], 0).unique
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_writes_each_block_once_and_others_get_few_runs(name):
     mask, ranks = on_ranks.whole_of(name), 4

@@ -64,7 +64,7 @@ def test_the_columns_of_a_shared_row_are_divided_over_the_ranks_that_hold_them(n
         assert heavy.any() and part[:, heavy].any((0, 2)).all() and part.sum() < 0.6 * wanted[:, shared].sum()
 
 
-@pytest.mark.parametrize("ranks", [2, 16])
+@pytest.mark.parametrize("ranks", [16])
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_gets_the_blocks_that_it_visits_and_lacks_and_no_others(name, ranks):
     mask, found = options(name, ranks)
@@ -79,7 +79,7 @@ def test_a_rank_gets_the_blocks_that_it_visits_and_lacks_and_no_others(name, ran
             assert all(np.isin(blocks, assignment.blocks[source]).all() for source, blocks in enumerate(got))
 
 
-@pytest.mark.parametrize("ranks", [1, 7, 64])
+@pytest.mark.parametrize("ranks", [1, 7])
 @pytest.mark.parametrize("name", CASES)
 def test_every_token_is_on_one_rank_in_order_and_all_ranks_hold_equally_many(name, ranks):
     mask, found = options(name, ranks)
@@ -103,16 +103,14 @@ def random_documents(tokens: int, within: str = "causal") -> sf.BlockMask:
     return sf.compile_mask(sf.parse(within) & sf.documents([0, *ends[ends < tokens].tolist(), tokens]), tokens, progress=False)
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_windows_are_assigned_contiguously_and_get_one_window_from_others(ranks):
-    found = planned("causal & local(4096)", 1 << 18, ranks)
+def test_windows_are_assigned_contiguously_and_get_one_window_from_others():
+    found = planned("causal & local(4096)", 1 << 18, 8)
     assert found.strategies == ("blocks",) and found.owners.name == "contiguous"
     assert found.costs[0]["blocks"].received == 16 * 2**20  # 4,096 tokens x 8 heads x 128 x 2 x 2 bytes
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_causal_is_balanced_by_zigzag(ranks):
-    found = planned("causal", 1 << 17, ranks, None, None)
+def test_causal_is_balanced_by_zigzag():
+    found = planned("causal", 1 << 17, 8, None, None)
     assert found.owners.name == "zigzag" and found.costs[0]["blocks"].balance == 1
 
 
@@ -142,16 +140,6 @@ def test_a_plan_takes_the_strategy_that_moves_less_among_those_that_heads_and_ma
     found = planned(mask, 1 << 18, ranks, heads, kv_heads)
     assert found.strategies == (strategy,) and ("heads" in found.costs[0]) == (kv_heads == ranks)
     assert found.costs[0][strategy].received <= found.costs[0]["blocks"].received
-
-
-def test_queries_of_global_tokens_move_a_tenth_and_share_their_work():
-    costs = planned("local(1024) | global_tokens(128)", 1 << 18, 8, 32, 8).costs[0]
-    assert costs["queries"].received < 0.1 * costs["blocks"].received
-    assert costs["queries"].balance < 1.01 < 1.1 < costs["blocks"].balance
-
-
-def test_no_queries_travel_where_no_rows_or_many_visit_most_columns():
-    assert all("queries" not in planned(text, 1 << 16, 8).costs[0] for text in ("causal", "butterfly", "causal & local(4096)"))
 
 
 @pytest.mark.parametrize(
@@ -208,19 +196,3 @@ def test_each_mask_of_one_assignment_gets_the_strategy_that_suits_it():
     visits = [Visits.from_mask(sf.compile_mask(text, tokens, progress=False), 8) for text in ("causal & local(4096)", "butterfly")]
     both = choose_strategies(visits, [1, 1], SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE, ["blocks", "heads"])
     assert both.strategies == ("blocks", "heads") and both.owners.name == "contiguous"
-
-
-def test_exchanging_chunks_lowers_the_sum_of_all_layers():
-    tokens, ranks = 1 << 16, 8
-    visits = [Visits.from_mask(random_documents(tokens, within), 2) for within in ("causal", "causal & local(512)")]
-    start = candidates(visits, [1, 3], ranks)[0]
-
-    def costliest(owners) -> float:
-        each = [owners.with_visits(one) for one in visits]
-        return max(sum(count * (one.visited + one.received) for count, one in zip([1, 3], each, strict=True)))
-
-    assert costliest(improve_owners(start, visits, [1, 3], 1.0)) < 0.8 * costliest(start)
-
-
-def test_one_rank_gets_nothing():
-    assert all(cost.received == 0 for cost in planned("causal", 4096, 1).costs[0].values())

@@ -138,17 +138,9 @@ def test_plans_of_one_shape_are_one_compiled_graph(pools, plans, options):
         assert error < 1e-6 and graphs == 1
 
 
-@pytest.mark.parametrize(
-    "policy, forward, backward",
-    [
-        ("none", 1, 1),
-        ("all", 1, 2),  # blocks again, and gradients
-        ("operator", 1, 1),
-    ],
-)
-def test_blocks_are_fetched_again_only_where_checkpoints_do_not_save_them(pools, policy, forward, backward):
-    for error, *exchanges in pools(3).run(on_ranks.checkpointed, "causal", policy):
-        assert error < 1e-5 and exchanges == [forward, backward]
+@pytest.mark.parametrize("policy", ["all", "operator"])
+def test_activation_checkpointing_changes_no_result(pools, policy):
+    assert max(pools(3).run(on_ranks.checkpointed, "causal", policy)) < 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["blocks", "heads"])

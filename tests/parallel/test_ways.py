@@ -37,12 +37,6 @@ def test_what_cannot_run_says_why(pools):
     assert why["auto"] is None and found["auto"]["error"] < 1e-5
 
 
-def test_what_fails_everywhere_is_a_result_and_what_fails_on_one_rank_ends_the_run(pools):
-    first, second = pools(2).run(ways_on_ranks.failing, [0, 1])
-    assert first == second == {"failed": "ValueError: of this test"}
-    assert all("failed on some ranks alone" in said for said in pools(2).run(ways_on_ranks.failing, [1]))
-
-
 def test_torchrun_writes_the_cases_and_a_table(tmp_path):
     options = ["--tokens", "384", "--heads", "4", "2", "--head-dim", "16", "--way", "auto", "--device", "cpu"]
     options += ["--mask", "causal & documents"]
@@ -57,14 +51,3 @@ def test_torchrun_writes_the_cases_and_a_table(tmp_path):
     assert all((tmp_path / "plots" / f"context{theme}.png").stat().st_size > 5000 for theme in ("", "-dark"))
     alone = subprocess.run([sys.executable, "-m", context.__name__], capture_output=True, text=True, timeout=600)
     assert alone.returncode == 2 and "start it by torchrun" in alone.stderr
-
-
-def test_results_without_what_a_plan_chose_are_no_plot(tmp_path, capsys):
-    for text, said in (
-        ('{"cases": [{"ways": {"heads": {}}}]}', "measure with --way auto"),
-        ("{}", "files that this command wrote"),
-    ):
-        (tmp_path / "context.json").write_text(text)
-        with pytest.raises(SystemExit):
-            context.main(["--draw", str(tmp_path / "context.json"), "--out", str(tmp_path)])
-        assert said in capsys.readouterr().err

@@ -37,7 +37,7 @@ def test_numbers_are_those_of_the_dense_mask(spec, q_len, kv_len, block):
     states = mask.block_states().numpy()
     assert (e.kept_blocks, e.partial_blocks) == ((states > 0).sum(), (states == 1).sum())
     assert e.most_in_row == (states > 0).sum(1).max()
-    assert e.flops == 4 * 3 * 32 * dense.sum()
+    assert e.flops == 4 * 3 * 32 * dense.sum() and explain(mask, heads=3, head_dim=48, v_head_dim=16).flops == e.flops
     causal = np.tri(q_len, kv_len, kv_len - q_len, dtype=bool)
     assert e.causal == mask.is_causal == (not (dense & ~causal).any())
     if e.causal:
@@ -111,27 +111,6 @@ def test_hints_say_where_dense_wins_and_where_nothing_is_kept():
     assert nothing.share_of_blocks == 0 and "keeps nothing" in nothing.hints[0]
 
 
-def test_operations_count_both_head_dims():
-    mask = sf.compile_mask("causal & local(100)", 512)
-    both, one, other = explain(mask, head_dim=96, v_head_dim=32), explain(mask, head_dim=96), explain(mask, head_dim=32)
-    for name in ("flops", "visited_flops", "dense_flops"):
-        assert getattr(both, name) == (getattr(one, name) + getattr(other, name)) / 2
-
-
-@pytest.mark.parametrize(
-    "given, error, message",
-    [
-        ({"heads": 0}, ValueError, "heads must be an integer of at least 1; got 0"),
-        ({"heads": 4.5}, ValueError, "got 4.5"),
-        ({"head_dim": "64"}, ValueError, "head_dim must be an integer of at least 1; got '64'"),
-        ({"dtype": "bf16"}, TypeError, "dtype must be a torch.dtype, such as torch.bfloat16; got 'bf16'"),
-    ],
-)
-def test_numbers_of_a_call_that_cannot_be_are_refused(given, error, message):
-    with pytest.raises(error, match=message):
-        explain("causal", q_len=256, **given)
-
-
 @pytest.mark.parametrize("look", [explain, sf.draw])
 def test_a_mask_without_contents_is_refused_with_the_way_out(look):
     q = torch.zeros(1, 1, 64, 16)
@@ -156,19 +135,6 @@ def test_a_mask_that_all_heads_share_is_looked_at_as_one(look):
     alike = sf.per_head(["causal", "causal"])
     assert str(look(alike, q_len=64)).endswith(str(look("causal", q_len=64)).partition("\n")[2])
     assert str(look(sf.compile_mask(alike, 64))) == str(look(sf.compile_mask("causal", 64)))
-
-
-def test_a_mask_that_differs_by_head_is_refused():
-    mask = sf.BlockMask.per_head(["causal", "full"], q_len=256)
-    with pytest.raises(ValueError, match="one mask; got 2"):
-        explain(mask)
-
-
-@pytest.mark.parametrize("specs", [["causal & local(40)", "full", "strided(5, block=3)"], ["causal & ~causal", "random(0.3)"]])
-def test_the_mask_of_one_head_is_that_which_was_given(specs):
-    mask = sf.BlockMask.per_head(specs, q_len=200, block_size=32)
-    for head, spec in enumerate(specs):
-        assert mask.select(head).equal(sf.compile_mask(spec, 200, block_size=32))
 
 
 @pytest.mark.parametrize("every, copied", [(97, True), (1500, False), (3, False)])
@@ -247,7 +213,7 @@ def test_an_explanation_reads_as_sentences_and_has_them_as_fields():
         sf.explain(sf.compile_mask("causal", 256), q_len=512)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(
     pattern=strategies.by_name["tile_window"] | strategies.by_name["frame_window"] | strategies.by_name["radial"], data=st.data()
 )
@@ -279,12 +245,8 @@ def test_explain_of_a_video_says_its_grid_padding_and_window_in_tokens():
     assert all(text in str(e) for text in said.values())
     with pytest.raises(ValueError, match="must be in tile order, with 16720 tokens; got 14120"):
         explain(spec, q_len=14120)
-
-
-def test_figures_of_a_video_are_left_out_where_there_is_no_layout_of_that_length():
-    one = sf.VideoLayout(2, 4, 8, (1, 4, 4))
-    others = explain(sf.compile_mask(one, one.length)), explain("causal", q_len=64), explain(one, q_len=16, kv_len=one.length)
-    assert not any("video" in e.lines or hasattr(e, "layout") for e in others)
+    others = explain(sf.compile_mask(e.layout, e.layout.length)), explain("causal", q_len=64)
+    assert not any("video" in other.lines or hasattr(other, "layout") for other in others)
 
 
 def test_rough_times_are_said_of_an_h100_and_h200_with_that_of_the_dense_call():
@@ -319,12 +281,8 @@ def test_explain_says_where_it_knows_no_time(mask, options, reason):
     assert e.time == e.lines["rough time"] == f"not known {reason}" and "speed-up" not in str(e)
 
 
-def test_without_times_there_is_a_share_of_blocks_and_no_speed_up():
-    e = explain("causal & local(200)", 16, 128, q_len=16384)
-    assert e.lines["share of blocks"].startswith("4.615% of ") and "speed-up" not in str(e)
-
-
 def test_where_times_are_known_the_hint_follows_them():
     few = {"heads": 1, "q_len": 1024, "block_size": 64}  # both calls take what the host takes
-    hints = [explain("causal & local(256)", **few, device=device).hints for device in (None, "h200")]
-    assert not hints[0] and "likely to be as fast" in hints[1][0]
+    unknown, timed = (explain("causal & local(256)", **few, device=device) for device in (None, "h200"))
+    assert not unknown.hints and "likely to be as fast" in timed.hints[0]
+    assert unknown.lines["share of blocks"] and "speed-up" not in str(unknown)

@@ -154,18 +154,6 @@ def test_boundaries_are_where_documents_start(numbered):
     assert tokens.documents_within(90, 20).tolist() == [0, 6, 10]
 
 
-def test_the_share_of_far_text_counts_tokens_past_the_distance_in_their_group_and_window(numbered, monkeypatch):
-    from examples.train_lm import data
-
-    monkeypatch.setattr(data, "FAR", 8)
-    np.save(numbered / "train.starts.npy", np.array([[0, 0], [30, 1], [45, 1]]))
-    tokens = Tokens(numbered, "train", 2000)
-    group = np.where(np.arange(1900) < 30, 0, 1)
-    expected = sum(group[i] == group[i - 9] and i % 100 >= 9 for i in range(9, 1900)) + 0
-    # A token is far where its ninth predecessor is of its group and its window.
-    assert tokens.far_share(100) * 1900 == pytest.approx(expected, abs=20)
-
-
 def test_token_files_that_do_not_fit_or_are_not_there_are_clear_errors(tmp_path):
     with pytest.raises(ValueError, match="data holds no prepared tokens; pass the --data folder"):
         Tokens(tmp_path / "data", "train", 50)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,8 @@ import torch
 from tiny_lm import ON_CPU, SETTINGS, SHAPE
 from typer.testing import CliRunner
 
-from examples.train_lm import checkpoint, data, memory
+from examples.train_lm import checkpoint, memory
 from examples.train_lm.cli import app
-from examples.train_lm.cost import change_length
 from examples.train_lm.data import Tokens
 from examples.train_lm.evaluate import by_position, load_decoder, losses
 from examples.train_lm.export import export
@@ -173,14 +173,6 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(run):
         run()
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read_with_its_digests(run):
-    one = run()
-    one.step()
-    file = one.save() / "run.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"digests": dict.fromkeys(SETTINGS.masks, "0123456789ab")}))
-    assert run().progress.step == 1 and load_decoder(file.parent, ON_CPU.device)
-
-
 def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(run):
     one = run()
     one.step()
@@ -274,32 +266,28 @@ BAD = {
     "negative numbers": (["--warmup", "-5"], "'--warmup'"),
     "all held out": (["--text", str(ROOT / "docs"), "--held-out", "1.5"], "more than 0 and less than 1; got 1.5"),
     "little text": (["--text", str(ROOT / "docs"), "--most-bytes", "10"], "an eighth of --most-bytes, 10; pass more"),
+    "meta": (["--device", "meta"], "--device must be cpu, cuda, cuda:1, ... or auto; got 'meta'"),
+    "first CPU": (["--device", "cpu:first"], "--device cpu:first is not there"),
+    "no GPU": (["--device", "cuda"], "--device cuda needs a GPU, and PyTorch sees none; pass --device cpu"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_input_that_cannot_work_is_one_sentence_before_training_starts(case, tmp_path):
+def test_input_that_cannot_work_is_one_sentence_before_training_starts(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     given, message = BAD[case]
     paths = ["--out", str(tmp_path / "run"), "--data", str(tmp_path / "data")]
     small = [] if "--length" in given else ["--length", "128"]
-    result = CliRunner().invoke(app, ["train", "--steps", "2", *small, *given, *paths, "--device", "cpu"])
+    device = [] if "--device" in given else ["--device", "cpu"]
+    result = CliRunner().invoke(app, ["train", "--steps", "2", *small, *given, *paths, *device])
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split()) and "Traceback" not in result.output
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "device, said",
-    [
-        ("meta", "--device must be cpu, cuda, cuda:1, ... or auto; got 'meta'"),
-        ("cpu:first", "--device cpu:first is not there"),
-        ("cuda", "--device cuda needs a GPU, and PyTorch sees none; pass --device cpu"),
-    ],
-)
-def test_a_device_that_is_not_there_is_one_sentence(device, said, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(app, ["train", "--steps", "2", "--device", device, "--out", str(tmp_path / "run")])
-    assert result.exit_code == 2 and said in result.output
+def test_both_masks_are_checked_before_one_is_trained(tmp_path):
+    result = CliRunner().invoke(app, ["compare", "--mask", "full", "--out", str(tmp_path / "run"), "--device", "cpu"])
+    assert result.exit_code == 2 and "lets tokens see later ones" in result.output
 
 
 def test_a_held_out_text_that_is_too_short_is_said_before_the_first_step(run):
@@ -311,32 +299,20 @@ def test_a_held_out_text_that_is_too_short_is_said_before_the_first_step(run):
         run("longer", chunk=512, step_tokens=512, micro_tokens=512, extend_to=512, extend_at=3).train()
 
 
-def test_both_masks_are_checked_before_one_is_trained(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "prepare", lambda *_: pytest.fail("read text"))
-    result = CliRunner().invoke(app, ["compare", "--mask", "full", "--out", str(tmp_path), "--device", "cpu"])
-    assert result.exit_code == 2 and "lets tokens see later ones" in result.output
-
-
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "mask, packed, said",
     [
-        ({"masks": ("sdpa",)}, "mask 'sdpa'"),
-        ({"masks": ("topk_blocks(2, block=16)",)}, "mask 'topk_blocks(2, block=16)'"),
+        ("sdpa", False, "mask 'sdpa' is not supported where GPUs share a sequence"),
+        ("topk_blocks(2, block=16)", False, "mask 'topk_blocks(2, block=16)' is not supported where GPUs share a sequence"),
+        ("causal & sinks(4)", True, "mask 'causal & sinks(4)' counts positions from the start of each"),
+        ("causal & (local(8) | power_of_two(block=1))", True, None),
+        ("causal & (local(16) | sinks(4))", False, None),
     ],
 )
-def test_what_gpus_that_share_a_sequence_cannot_do_is_refused_by_name(changes, said):
-    settings = replace(SETTINGS, context=2, **changes)
-    with pytest.raises(ValueError, match=f"{re.escape(said)} is not supported where GPUs share a sequence"):
-        check_settings(settings, 4)
-    assert check_settings(replace(settings, **{name: getattr(SETTINGS, name) for name in changes}), 4).count_passes(2) == 1
-
-
-def test_gpus_that_share_packed_sequences_take_masks_of_distances_alone():
-    settings = replace(SETTINGS, context=2, packed=True)
-    with pytest.raises(ValueError, match=r"mask 'causal & \(local\(16\) \| sinks\(4\)\)' counts positions from the start of each"):
-        check_settings(settings, 4)
-    for mask in ("causal & local(16)", "causal & ~local(3)", "causal & (local(8) | power_of_two(block=1))"):
-        assert check_settings(replace(settings, masks=(mask,)), 4).packed
+def test_gpus_that_share_sequences_refuse_masks_by_name_and_those_of_places_where_documents_are_packed(mask, packed, said):
+    settings = replace(SETTINGS, context=2, masks=(mask,), packed=packed)
+    with pytest.raises(ValueError, match=re.escape(said)) if said else nullcontext():
+        assert check_settings(settings, 4).count_passes(2) == 1
 
 
 # Peaks in GiB, measured on H100 and H200: benchmarks/results/training.
@@ -383,15 +359,12 @@ def test_utilization_counts_products_of_parameters_and_of_kept_pairs():
     assert sum(p.numel() for p in Decoder(one).parameters()) == one.shape.parameters
 
 
-def test_every_nth_layer_is_dense():
-    assert every_nth_dense("causal & local(4)", 4) == ("causal & local(4)",) * 3 + ("causal",)
-
-
 def test_settings_survive_their_file_and_those_of_an_older_version_are_read():
     assert Settings.from_json(SETTINGS.to_json()) == SETTINGS
     saved = json.loads(SETTINGS.to_json())
     assert saved["shape"]["dim"] == 32
     assert Settings.from_json(json.dumps(saved | {"check_every": 5})) == SETTINGS
+    assert every_nth_dense("causal & local(4)", 4) == ("causal & local(4)",) * 3 + ("causal",)
 
 
 ON_A_CPU = (
@@ -442,17 +415,6 @@ def test_measured_costs_are_printed_written_and_drawn(tmp_path):
     assert "GiB" not in result.output and {cost["gib"] for cost in found["costs"]} == {None}  # not measured on a CPU
     drawn = CliRunner().invoke(app, ["plot-costs", str(tmp_path / "costs.json"), "--target", str(tmp_path / "costs.png")])
     assert drawn.exit_code == 0 and (tmp_path / "costs.png").stat().st_size > 5000
-
-
-def test_costs_are_of_lengths_of_which_a_step_is_whole_sequences():
-    settings = replace(SETTINGS, step_tokens=1024)
-    assert change_length(settings, 128, 4096, replicas=2).micro_tokens == 512
-    assert change_length(replace(settings, step_tokens=576), 96, 400).micro_tokens == 288
-    with pytest.raises(ValueError, match="whole sequences of 128 for each of 3 replicas; got 1,024; pass --step-tokens 768"):
-        change_length(settings, 128, 4096, replicas=3)
-
-
-def test_files_of_other_programs_are_no_costs(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     done = CliRunner().invoke(app, ["plot-costs", str(tmp_path / "other.json")])
     assert done.exit_code == 2 and "other.json is no file that cost --out wrote: KeyError: 'costs'" in done.output

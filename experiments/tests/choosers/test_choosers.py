@@ -85,22 +85,6 @@ def test_rows_are_measured_once_and_drawn(folder, short_texts, tmp_path):
     assert [row["row"] for row in kept] == [row["row"] for row in (dense, window, *chosen)] and "by_head" not in kept[-1]
 
 
-def test_rows_in_e4m3_are_a_setup_of_their_own(folder, short_texts, tmp_path):
-    def measured(*options):
-        out = tmp_path / f"{len(options)}.json"
-        sizes = ["--length", "128", "--windows", "1", "--needles", "2", "--device", "cpu", "--rows", "dense"]
-        result = CliRunner().invoke(app, ["measure", str(folder), "--out", str(out), *sizes, *options])
-        assert result.exit_code == 0, result.output
-        found = json.loads(out.read_text())
-        return found["setup"], found["rows"][0]["lengths"]["128"]
-
-    setup, plain = measured()
-    eight_setup, eight = measured("--precision", "fp8")
-    assert eight_setup == setup | {"precision": "fp8"}
-    assert plain["error"] == 0 and 0.001 < eight["error"] < 0.2
-    assert plain["loss"]["english"] != eight["loss"]["english"]
-
-
 def test_true_mass_is_the_sum_of_softmax_weights_over_a_block():
     q, k, _ = content()
     mass = weights(q, k).unflatten(3, (-1, BLOCK)).sum(4).unflatten(2, (-1, BLOCK))
@@ -146,26 +130,3 @@ def test_needles_stand_once_in_each_text_at_rising_depths(folder, short_texts):
     assert all(text.count("Remember it.") == 1 and text.count(text[-5:]) == 2 for text in read)
     depths = [text.index("Remember it.") for text in read]
     assert depths == sorted(depths) and depths[0] < depths[-1]
-
-
-def test_the_last_quarter_of_a_file_is_for_tuning(folder, tmp_path):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    file = tmp_path / "long.txt"
-    file.write_text(" ".join(str(number) for number in range(1000)))
-    text = texts(tokenizer, [file])["long"]
-    assert "".join(tokenizer.batch_decode(text)).replace(" ", "") == file.read_text().replace(" ", "")
-    assert len(text.tuning) == (len(text.test) + len(text.tuning)) // 4
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (["measure", "FOLDER", "--rows", "nothing"], "--rows must be names that the command rows prints"),
-        (["measure", "FOLDER", "--length", "200"], "--length must be a multiple of 128 that divides the greatest; got 200"),
-        (["measure", "nowhere"], "the model must be a folder; got nowhere"),
-        (["draw", __file__], "is no result of measure"),
-    ],
-)
-def test_input_that_cannot_work_is_one_sentence(given, message, folder):
-    result = CliRunner().invoke(app, [str(folder) if one == "FOLDER" else one for one in given])
-    assert result.exit_code == 2 and message in " ".join(result.output.split()) and "Traceback" not in result.output

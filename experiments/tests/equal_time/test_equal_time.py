@@ -2,29 +2,23 @@
 
 import json
 import math
-import subprocess
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
 
 import sparse_flash as sf
 from examples.train_lm import checkpoint, memory
 from examples.train_lm.data import Tokens, prepare
 from examples.train_lm.model import Decoder
 from examples.train_lm.parallel import World
-from examples.train_lm.report import console
 from examples.train_lm.settings import PRESETS, Settings, Shape, check_settings
-from experiments.equal_time import arms, evaluate, results, windows
+from experiments.equal_time import evaluate, results, windows
 from experiments.equal_time.arms import ARMS, LENGTH, Arm, TunedSettings
-from experiments.equal_time.cli import app
 from experiments.equal_time.results import Result
-from experiments.equal_time.run import plan_steps, run, settings_of, step_seconds
+from experiments.equal_time.run import run, settings_of
 from experiments.equal_time.windows import Windows
 
 VOCABULARY, SHORT = 320, 256
@@ -103,29 +97,9 @@ def test_a_label_is_predicted_from_the_tokens_of_its_window_that_the_context_rea
         torch.testing.assert_close(found[label], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_budget_of_seconds_becomes_steps_of_both_lengths(monkeypatch):
-    settings = settings_of(ARMS["dense-8k-then-64k"], PRESETS["30M"], TunedSettings(1e-3, False), 1, LENGTH)
-    found = plan_steps(settings, ARMS["dense-8k-then-64k"], 100.0, {8192: 0.1, LENGTH: 0.5})
-    assert (found.steps, found.extend_at, found.extend_to, found.length) == (880, 850, LENGTH, 8192)
-    assert [found.length_at(step) for step in (0, 849, 850)] == [8192, 8192, LENGTH]
-    alone = plan_steps(settings, ARMS["dense-8k"], 100.0, {8192: 0.1})
-    assert (alone.steps, alone.extend_to) == (1000, 0)
-    with pytest.raises(ValueError, match=r"a step takes 0\.1 s; pass more --seconds; got 0\.05"):
-        plan_steps(settings, ARMS["dense-8k"], 0.05, {8192: 0.1})
-
-
 def test_windows_powers_of_two_and_chosen_blocks_keep_as_many_pairs():
     pairs = {name: memory.kept_pairs(Settings(PRESETS["30M"], ARMS[name].masks), LENGTH) for name in SAME_PAIRS}
     assert max(pairs.values()) < 1.01 * min(pairs.values()) and pairs["chosen-blocks"] <= pairs["power-of-two"]
-
-
-def test_a_step_is_timed_before_the_budget_is_spent(data, monkeypatch):
-    for name, value in (("WARM_STEPS", 1), ("TIMED_STEPS", 2)):
-        monkeypatch.setattr(f"experiments.equal_time.run.{name}", value)
-    arm = Arm(("causal",), length=SHORT)
-    settings = replace(settings_of(arm, SHAPE, TunedSettings(1e-2, False), 1, SHORT), compiled=False)
-    found, until_known = step_seconds(settings, arm, data, CPU)
-    assert list(found) == [SHORT] and 0 < found[SHORT] < until_known
 
 
 def known(settings, arm: Arm, *_) -> tuple[dict[int, float], float]:
@@ -204,117 +178,3 @@ def test_times_to_a_loss_are_read_off_the_curve():
     assert one.find_crossing(4.5, "tokens") == 150 and one.find_crossing(4.0, "seconds") == 20
     assert one.find_crossing(3.75, "tokens") == 350 and one.find_crossing(2.9, "tokens") == math.inf
     assert one.last_quarter == pytest.approx((4.5 - 3.0) / 4.5)
-
-
-def test_results_that_do_not_belong_together_are_refused(files, tmp_path):
-    one = json.loads(files[0].read_text())
-    for name, value in (("budget", 9.0), ("preset", "150M")):
-        (tmp_path / "other.json").write_text(json.dumps(one | {name: value}))
-        with pytest.raises(ValueError, match=f"differ in their {name}"):
-            results.load([files[1], tmp_path / "other.json"])
-    with pytest.raises(ValueError, match="is a second run of dense with seed 1; pass one for each seed"):
-        results.load([files[0], files[0]])
-    with pytest.raises(ValueError, match="no run of power-of-two to compare with"):
-        results.compare_arms(results.load(files), "power-of-two")
-    with pytest.raises(ValueError, match=r"arm must be one of dense, dense-8k, .*; got 'sparse'"):
-        arms.arm_of("sparse")
-
-
-def test_tuning_tries_each_learning_rate_and_scaling_for_dense_attention(data, tmp_path, monkeypatch):
-    monkeypatch.setitem(PRESETS, "small", SHAPE)
-    monkeypatch.setitem(ARMS, "dense", Arm(("sdpa",), length=SHORT))
-    monkeypatch.setattr("experiments.equal_time.run.step_seconds", known)
-    arguments = f"tune dense --preset small --seconds 0.05 --step-tokens {SHORT} --no-compile --data {data} --out {tmp_path}"
-    done = CliRunner().invoke(app, [*arguments.split(), "--device", "cpu"])
-    assert done.exit_code == 0, done.output
-    found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    tried = [(one["settings"]["learning_rate"], one["settings"]["log_length"]) for one in found]
-    assert len(tried) == len(arms.LEARNING_RATES) + 1 and {rate for rate, scaled in tried if not scaled} == set(arms.LEARNING_RATES)
-    assert sum(scaled for _, scaled in tried) == 1
-    tuning = windows.load(data, "tuning")
-    assert all(one["evaluations"]["whole"]["packages"] == tuning.packages and one["curve"] == [] for one in found)
-
-
-def test_what_tuning_found_is_what_runs_read(files, tmp_path, monkeypatch):
-    target, runner = tmp_path / "learning_rates.json", CliRunner()
-    worse = json.loads(files[0].read_text())
-    worse["settings"]["learning_rate"] = 1.0
-    worse["evaluations"]["whole"]["nats"] = [[9e9]] * len(worse["evaluations"]["whole"]["nats"])
-    (tmp_path / "worse.json").write_text(json.dumps(worse))
-    half = {"learning_rate": 0.5, "log_length": True}
-    other = {"chosen": {"30M": {"dense": half}, "tiny": {"dense": half, "dense-8k": half}}, "tried": {"30M": {}, "tiny": {}}}
-    target.write_text(json.dumps(other))
-    done = runner.invoke(app, ["choose", str(tmp_path / "worse.json"), *map(str, files[:1]), "--target", str(target)])
-    assert done.exit_code == 0, done.output
-    monkeypatch.setattr(arms, "TUNED_FILE", target)
-    assert arms.complete_settings("tiny", "dense") == TunedSettings(1e-2, False)
-    assert arms.complete_settings("30M", "dense") == arms.complete_settings("tiny", "dense-8k") == TunedSettings(0.5, True)
-    assert len(json.loads(target.read_text())["tried"]["tiny"]["dense"]) == 2
-    # A given setting replaces the tuned one, and no other.
-    assert arms.complete_settings("30M", "dense", log_length=False) == TunedSettings(0.5, False)
-    assert arms.complete_settings("30M", "dense", learning_rate=0.1) == TunedSettings(0.1, True)
-    assert arms.complete_settings("tiny", "window", learning_rate=0.1) == TunedSettings(0.1, False)
-    with pytest.raises(ValueError, match="no learning rate was chosen for window of the tiny model"):
-        arms.complete_settings("tiny", "window")
-
-
-def test_the_report_is_a_table_and_a_picture_and_says_where_an_arm_never_has_a_loss(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(console, "width", 220)
-    low, picture = json.loads(files[0].read_text()), tmp_path / "picture.png"
-    low["curve"][-1]["nats"] = 0.001
-    for found in low["evaluations"].values():
-        found["nats"] = (np.array(found["nats"]) * 0.001).tolist()
-    (tmp_path / "low.json").write_text(json.dumps(low))
-    done = CliRunner().invoke(app, ["report", str(tmp_path / "low.json"), *map(str, files[1:]), "--picture", str(picture)])
-    assert done.exit_code == 0, done.output
-    assert all(name in done.output for name in ("dense-8k", "window", "time to loss", "never")) and "infx" not in done.output
-    assert picture.stat().st_size > 10_000
-
-
-def test_what_is_missing_of_the_reported_runs_is_run_once(tmp_path, monkeypatch):
-    ran = []
-
-    def run_stub(command):
-        assert CliRunner().invoke(app, [*command[3:], "--help"]).exit_code == 0  # options that ``run`` has
-        assert command[5:7] == ["--preset", "30M"]
-        ran.append((command[4], command[8]))
-        Path(command[command.index("--out") + 1]).write_text("{}")
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(subprocess, "run", run_stub)
-    (tmp_path / "dense-1.json").write_text("{}")
-    (tmp_path / "window-2.running").touch()
-    result = CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)])
-    assert result.exit_code == 0 and "window, seed 2: runs already" in result.output
-    everything = {(name, str(seed)) for name, seeds in arms.SEEDS["30M"].items() for seed in seeds}
-    assert set(ran) == everything - {("dense", "1"), ("window", "2")} and len(ran) == len(everything) - 2
-    assert [seed for _, seed in ran] == sorted(seed for _, seed in ran)  # each arm once, before any again
-    assert sorted(path.name for path in tmp_path.glob("*.running")) == ["window-2.running"]
-    monkeypatch.setattr(subprocess, "run", lambda command: SimpleNamespace(returncode=3))
-    (tmp_path / "dense-3.json").unlink()
-    result = CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)])
-    assert result.exit_code == 2 and "dense, seed 3 ended with status 3" in result.output
-    assert not (tmp_path / "dense-3.running").exists()
-    result = CliRunner().invoke(app, ["run-missing", "--preset", "tiny", "--out", str(tmp_path)])
-    assert result.exit_code == 2 and "preset must be one of 30M, 150M, which have reported runs; got 'tiny'" in result.output
-
-
-def test_bad_input_is_one_sentence(data, tmp_path):
-    runner = CliRunner()
-    for arguments, said in (
-        (["run", "dense", "--preset", "1B", "--data", str(tmp_path)], "no learning rate was chosen for dense"),
-        (["run", "sparse", "--learning-rate", "1"], "arm must be one of"),
-        (["prepare", "--packages", str(tmp_path)], "has no package"),
-        (["report", __file__], "is no result of run"),
-        (["choose", str(data / "manifest.json"), "--target", str(tmp_path / "chosen.json")], "it has no arm; pass the files that"),
-    ):
-        done = runner.invoke(app, arguments)
-        assert done.exit_code == 2 and said in done.output, done.output
-
-
-def test_log_length_scaling_leaves_scores_of_1024_keys_as_they_are():
-    torch.manual_seed(0)
-    plain = Decoder(Settings(SHAPE, length=2048)).positions(2048, "cpu")
-    scaled = Decoder(replace(Settings(SHAPE, length=2048), log_length=True)).positions(2048, "cpu")
-    assert plain.sharpness is None
-    assert scaled.sharpness[[0, 1023, 2047], 0, 0].tolist() == pytest.approx([0.0, 1.0, 1.1])

@@ -1,6 +1,6 @@
 """The encoder: its positions, its order of tokens, its masks, and what it takes from a smaller one."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +9,9 @@ from tiny_classifier import SETTINGS, SHORT, TINY
 
 from examples.train_lm.model import Positions
 from experiments.long_range.data import fields_of
-from experiments.long_range.model import TILE, Classifier, coordinates, rotary
+from experiments.long_range.model import TILE, Classifier, coordinates
 from experiments.long_range.pathfinder import Pathfinder
-from experiments.long_range.settings import ATTENTIONS, Settings, check_settings, density
+from experiments.long_range.settings import check_settings
 
 
 def made(size: int = 32, **changes) -> Classifier:
@@ -29,17 +29,6 @@ def test_a_block_of_attention_is_a_tile_of_pixels():
     assert len(places) == 64 * 64 // 128
     assert (np.ptp(places, axis=1) == np.array(TILE) - 1).all()
     assert len(np.unique(places.reshape(-1, 2), axis=0)) == 64 * 64
-
-
-def test_queries_and_keys_turn_by_distance_in_steps_of_a_path_rows_and_columns_apart():
-    cos, sin = rotary(Pathfinder(64), np.array([[0, 0], [7, 0], [0, 7], [14, 0]]), 16)  # a step is 7 pixels long
-    angle = torch.atan2(sin, cos)[:, 0]
-    assert angle.shape == (4, 8) and not angle[0].any()
-    assert not angle[1, 4:].any() and not angle[2, :4].any()
-    wavelengths = 2 * torch.pi / angle[1, 1:4]  # the first has turned once around
-    torch.testing.assert_close(wavelengths, torch.tensor([32 ** (1 / 3), 32 ** (2 / 3), 32.0]))
-    torch.testing.assert_close(angle[1, :4], angle[2, 4:])
-    torch.testing.assert_close(angle[3, 3], 2 * angle[1, 3])
 
 
 def test_a_larger_model_starts_with_positions_repeated_and_everything_else_as_it_was():
@@ -78,42 +67,3 @@ def test_padding_has_no_part_in_a_result():
     assert not model.embed.weight.grad[0].any() and model.embed.weight.grad[1:].any()
     longest = (inputs > 0).sum(1).max()
     assert not model.positions[0].grad[longest:].any() and model.positions[0].grad[:4].any()
-
-
-def test_grey_values_start_as_one_direction_longer_for_brighter_ones():
-    weight = Classifier(check_settings(replace(SETTINGS, task=fields_of(Pathfinder(32))))).embed.weight
-    torch.testing.assert_close(weight, torch.arange(256.0)[:, None] / 255 * weight[255])
-
-
-@pytest.mark.parametrize("tokens", [1024, 4096, 16_384])
-def test_the_window_keeps_about_as_many_pairs_as_the_butterfly(tokens):
-    butterfly, window = (density(ATTENTIONS[name](tokens), tokens) for name in ("butterfly", "window"))
-    assert window == pytest.approx(butterfly, rel=0.2)
-
-
-BAD = {
-    "attention": (
-        {"attention": "butterfy"},
-        "attention must be one of dense, butterfly, window, or spec text; got 'butterfy'",
-    ),
-    "steps and minutes": (
-        {"steps": 5, "minutes": 1.0},
-        "either --steps or --minutes, positive; got 5 steps, 1.0 minutes",
-    ),
-    "neither": ({"steps": 0}, "got 0 steps, 0.0 minutes"),
-    "micro batch": ({"batch": 10, "micro_batch": 4}, "micro_batch must divide batch; got 4 and 10"),
-    "head_dim": ({"shape": replace(TINY, head_dim=18)}, "head_dim must be a multiple of 4"),
-    "layers": ({"shape": replace(TINY, layers=0)}, "layers must be at least 1; got 0"),
-    "kv_heads": ({"shape": replace(TINY, kv_heads=3)}, "kv_heads must divide heads; got 3 and 2"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_settings_that_cannot_work_are_errors(case):
-    given, message = BAD[case]
-    with pytest.raises(ValueError, match=message):
-        check_settings(replace(SETTINGS, task=fields_of(Pathfinder(32)), **given))
-
-
-def test_settings_survive_their_file():
-    assert Settings.from_dict(asdict(SETTINGS) | {"of_another_version": 1}) == SETTINGS

@@ -59,23 +59,6 @@ def test_a_flood_over_lines_without_gaps_reaches_the_other_dot_in_positive_image
         assert count == 2 + (len(steps_of(these, scene)) - 28) // 4
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_steps_that_do_not_follow_each_other_keep_their_distance_within_the_image(size, made):
-    drawing = DRAWINGS[size]
-    share = np.linspace(0, 1, 9)[:, None]
-    for scene in range(16):
-        steps = steps_of(made[size], scene)
-        points = (1 - share) * steps[:, None, 0] + share * steps[:, None, 1]  # (steps, 9, 2)
-        border = drawing.radius - 0.5
-        assert points.min() > border - 0.01 and points.max() < size - 1 - border + 0.01
-        distance = np.linalg.norm(points[:, :, None, None] - points, axis=-1).min((1, 3))
-        follows = np.linalg.norm(steps[:, None, 1] - steps[:, 0], axis=-1) < 0.01
-        distance[follows | follows.T | np.eye(len(steps), dtype=bool)] = np.inf
-        assert distance.min() > 0.85 * drawing.apart  # they are kept apart at three points of each step
-        turns = np.diff(steps[:28], axis=1)[:, 0]
-        assert ((turns[2:] * turns[:-2]).sum(-1) >= -0.01).all()  # no turn is sharper than a quarter circle
-
-
 def test_ink_dots_and_their_places_do_not_tell_the_label(made):
     these = made[32]
     images, labels = draw_images(DRAWINGS[32], these), these.labels.astype(bool)
@@ -121,32 +104,3 @@ def test_a_seed_gives_the_same_images_and_another_seed_others():
     assert np.array_equal(one[0], again[0]) and np.array_equal(one[1], again[1])
     assert not np.array_equal(one[0], other[0])
     assert one[0].shape == (5, 32, 32) and one[0].dtype == one[1].dtype == np.uint8
-
-
-def test_dots_are_white_and_dashes_as_grey_as_the_drawing_says(made):
-    images = draw_images(DRAWINGS[64], made[64])
-    rows, columns = np.rint(made[64].dots).astype(int).transpose(2, 0, 1)
-    assert (images[np.arange(16)[:, None], rows, columns] == 255).all()
-    values = np.unique(images)
-    assert 0 in values and 255 in values and (images > round(0.8 * 255)).sum(axis=(1, 2)).max() <= 2 * 30  # two dots of radius 2.5
-
-
-def test_a_line_is_as_bright_as_it_covers_a_pixel():
-    images = np.zeros((2, 7, 9), np.uint8)[:, :, :7]
-    starts, ends = np.full((2, 2, 2), np.nan), np.full((2, 2, 2), np.nan)
-    starts[1, 0], ends[1, 0] = (2, 1), (2, 5)
-    draw_lines(images, starts, ends, thickness=2, grey=0.8)
-    wanted = np.zeros((7, 7))
-    wanted[2, 1:6], wanted[[1, 3], 1:6], wanted[2, [0, 6]] = 204, 102, 102  # half of the pixels beside it, and at its round ends
-    corners = np.round(204 * (1.5 - 2**0.5))
-    wanted[[[1], [3]], [0, 6]] = corners
-    assert not images[0].any() and np.array_equal(images[1], wanted)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [({"size": 48}, "size must be one of 32, 64, 128, 256; got 48"), ({"dashes": 2}, "dashes must be 3 to 14; got 2")],
-)
-def test_images_that_cannot_be_drawn_are_errors(given, message):
-    with pytest.raises(ValueError, match=message):
-        Pathfinder(**given)

@@ -66,28 +66,6 @@ def test_layers_are_taken_in_their_order():
     assert before[20, 3] == 2 and after[20, 3] == 3
 
 
-def test_the_large_preset_has_layers_enough_for_powers_and_too_few_for_the_window():
-    preset = PRESETS["64K"]
-    of = build_arms(preset.window, preset.block, preset.task.length)
-    powers, window = (
-        measure_reach(of[name], preset.shape.layers, preset.task.length, preset.block) for name in ("powers", "window")
-    )
-    assert powers["within_reach"] == 1 and powers["most_hops"] <= preset.shape.layers
-    assert powers["masks"][0]["explained"][8] == 1
-    assert window["within_reach"] < 0.25 and window["most_hops"] == preset.shape.layers
-    assert powers["density"] < 0.05 and window["density"] < 0.04
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_in_the_first_stage_all_arms_attend_alike(name):
-    preset = PRESETS[name]
-    of = build_arms(preset.window, preset.block, preset.task.length)
-    length = preset.stages[0].length
-    causal = sf.compile_mask("causal", length, block_size=preset.block).density
-    for arm in of.values():
-        assert all(mask == "sdpa" or sf.compile_mask(mask, length, block_size=preset.block).density == causal for mask in arm.masks)
-
-
 def test_chosen_blocks_are_as_many_as_the_longest_rows_of_powers():
     powers = sf.compile_mask(ARMS["powers"].masks[0], LENGTH, block_size=BLOCK)
     most = powers.kept_blocks().sum(1).max()
@@ -96,15 +74,6 @@ def test_chosen_blocks_are_as_many_as_the_longest_rows_of_powers():
         found = measure_reach(ARMS[name], LAYERS, LENGTH, BLOCK)
         assert found["most_hops"] == 1 and found["within_reach"] == 1
         assert measure_reach(ARMS["window"], LAYERS, LENGTH, BLOCK)["density"] < found["density"] < 0.8
-
-
-def test_chosen_max_visits_the_block_of_each_querys_best_key():
-    arm, generator = ARMS["chosen-max"], torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 1, LENGTH, 16, generator=generator)
-    picks = sf.topk_blocks(q, k, **arm.choice(arm.masks[0], BLOCK)).picks[0, 0]
-    for query in range(BLOCK, LENGTH):
-        before = query // BLOCK * BLOCK  # blocks that end before the query's own
-        assert (q[0, 0, query] @ k[0, 0, :before].T).argmax() // BLOCK in picks[query]
 
 
 def test_a_tokens_embedding_tells_of_it_and_of_the_one_before():

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,20 +92,3 @@ def test_distances_are_log_uniform_and_few_pairs_are_left_out():
     octaves = distances.double().log2().floor().long().bincount()[4:15]
     assert len(distances) > 0.9 * 4 * 1024
     assert (octaves / octaves.double().mean() - 1).abs().max() < 4 / math.sqrt(octaves.double().mean())
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"values": 0}, "values must be at least 1; got 0"),
-        ({"length": 255}, "length must be even, as a pair takes 2 tokens; got 255"),
-        ({"nearest": 7}, "nearest must be even"),
-        ({"nearest": 240}, r"length must be more than nearest \* 16 / 15; got 256 and 240"),
-        ({"askings": 0}, "askings must be at least 1; got 0"),
-        ({"apart": 8}, "apart must be 0 or more than nearest; got 8 and 8"),
-        ({"keys": 31}, "keys must be at least pairs, as no key stands for two values; got 31 and 32"),
-    ],
-)
-def test_numbers_that_do_not_fit_are_clear_errors(changes, message):
-    with pytest.raises(ValueError, match=message):
-        Task(**vars(TASK) | changes)

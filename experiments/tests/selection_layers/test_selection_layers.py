@@ -9,11 +9,10 @@ from typer.testing import CliRunner
 import sparse_flash as sf
 from examples.selection_layers import msa as msa_module
 from examples.selection_layers.nsa import BlocksBefore
-from examples.train_lm.model import Decoder, Positions
 from examples.train_lm.parallel import World
 from experiments.recall.task import Task
 from experiments.selection_layers.cli import app
-from experiments.selection_layers.compare import LAYERS, PRESETS, LayerTrial, check_layer_trial, model_of, run
+from experiments.selection_layers.compare import LAYERS, PRESETS, LayerTrial, model_of, run
 
 CPU = torch.device("cpu")
 TOKENS, BLOCK = 72, 16  # the last block is not whole
@@ -53,16 +52,6 @@ def test_where_all_blocks_are_kept_a_layer_is_causal_attention(arm):
     q, k, v = (t.transpose(1, 2) for t in layer.qkv(x, positions))
     wanted = layer.out_proj(sf.attention(q, k, v, "causal").transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x, positions), wanted)
-
-
-@parametrize("arm", ["moba", "msa"])
-def test_pairs_are_as_many_as_are_kept(arm, monkeypatch):
-    layer, x, positions = layer_and_input(arm)
-    chosen, original = [], sf.topk_blocks
-    monkeypatch.setattr(sf, "topk_blocks", lambda *args, **options: chosen.append(original(*args, **options)) or chosen[0])
-    layer(x, positions)
-    kept = chosen[0].to_dense().sum().item() / (chosen[0].batch * chosen[0].heads)
-    assert layer.count_pairs(layer.sizes, TOKENS) == kept and len(chosen) == 1
 
 
 def test_nsa_joins_three_branches_by_their_definitions():
@@ -148,12 +137,6 @@ def test_a_layer_that_chooses_learns_what_a_window_cannot_see():
     )
 
 
-def test_packed_documents_are_refused_by_the_layers_name():
-    layer, x, _ = layer_and_input("moba")
-    with pytest.raises(ValueError, match="MoBA takes whole sequences; got packed documents or a plan; pass neither"):
-        layer(x, Positions(x, x), documents=(x, 1))
-
-
 @pytest.mark.smoke
 def test_the_command_trains_all_layers_and_prints_their_answers_side_by_side(monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", trial("dense"))
@@ -161,23 +144,3 @@ def test_the_command_trains_all_layers_and_prints_their_answers_side_by_side(mon
     result = CliRunner().invoke(app, options, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert all(f"│ {name} " in result.output for name in ("dense", "window", *LAYERS)) and "right answers in %" in result.output
-
-
-@parametrize(
-    "given, message",
-    [
-        (["dsa"], "layer must be one of dense, window, moba, nsa, msa; got 'dsa'"),
-        (["--questions", "0"], "'--questions'"),
-        (["--keep", "0"], "keep must be at least 1, a query's own block; got 0"),
-        (["--preset", "1M"], "preset must be one of tiny, 64K; got '1M'"),
-    ],
-)
-def test_input_that_cannot_work_is_one_sentence(given, message):
-    result = CliRunner().invoke(app, [*given, "--device", "cpu"])
-    assert result.exit_code == 2 and message in " ".join(result.output.split()) and "Traceback" not in result.output
-
-
-def test_blocks_must_fit_the_shortest_sequences():
-    with pytest.raises(ValueError, match="block must be at most the shortest sequences' 32 tokens; got 64"):
-        check_layer_trial(replace(PRESETS["tiny"], block=64))
-    assert isinstance(model_of(check_layer_trial(PRESETS["64K"]), torch.device("meta")), Decoder)

@@ -69,16 +69,3 @@ def test_a_new_layer_is_attention_to_the_chosen_tiles_and_its_coarse_gate_learns
     out.square().sum().backward()
     coarse, fine = layer.gates.weight.grad.chunk(2)
     assert coarse.any() and fine.any()
-
-
-@pytest.mark.parametrize(
-    "layout, keep, message",
-    [
-        (sf.VideoLayout(4, 8, 8, tile=(2, 4, 4)), 1, "layout must have tiles of 64 or 128 tokens and nothing beside the video"),
-        (sf.VideoLayout(4, 8, 8, tile=(4, 4, 4), prefix=3), 1, "nothing beside the video"),
-        (sf.VideoLayout(4, 8, 8, tile=(4, 4, 4)), 5, "keep must be 1 to 4 tiles"),
-    ],
-)
-def test_layouts_and_numbers_that_cannot_work_are_refused(layout, keep, message):
-    with pytest.raises(ValueError, match=message):
-        VSA(layout, keep, DIM, HEADS, HEAD_DIM)

@@ -1,18 +1,16 @@
 """The video experiment: scenes that follow the rules of motion, the arithmetic of flow, masks and their shares, the commands."""
 
 import json
-import math
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import sparse_flash as sf
-from experiments.video import flow, report
+from experiments.video import flow
 from experiments.video.cli import app
 from experiments.video.masks import BY_SHARE, NAMES, SHARES, VSA, masks_of, window
 from experiments.video.model import PRESETS, Sizes, Transformer
-from experiments.video.rows import rows
 from experiments.video.scenes import FRONT, SHAPES, State, draw_states, make_videos, render, simulate
 
 CPU = torch.device("cpu")
@@ -165,29 +163,3 @@ def test_models_are_trained_once_and_rows_measured_once_and_drawn(tmp_path, monk
     assert found[3]["density"] == pytest.approx(0.2 + 0.8 * 0.125) and found[4]["training"]["steps"] == 2
     assert picture.exists() and "| vsa 0.125, tuned | 12.5% |" in said
     assert page.read_text().startswith("before") and "old" not in page.read_text() and "| still |" in page.read_text()
-
-
-def test_psnr_is_of_pixels_that_span_two():
-    assert report.decibels([4.0, 0.04, 0.0]) == pytest.approx([0, 20, math.inf])
-
-
-def test_every_row_has_a_name_of_its_own_and_a_mask():
-    assert len(set(rows().values())) == len(rows())
-    assert all(row.mask in NAMES and (row.share in SHARES) for row in rows().values())
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (["train", "nothing"], "mask must be one of dense, window, sampled, random, vsa; got 'nothing'"),
-        (["train", "window", "--share", "0.3"], "share must be one of 0.125, 0.25, 0.42; got 0.3"),
-        (["train", "dense", "--start", __file__, "--device", "cpu"], "must be a file that train wrote"),
-        (["measure", "--models", "nowhere"], "models must be a folder with dense-0.pt; got nowhere"),
-        (["measure", "--part", "3/2"], "part must be such as 2/4, the second of four; got '3/2'"),
-        (["measure", "--rows", "nothing"], "--rows must be names that the command rows prints"),
-        (["draw", __file__], "is no result of measure"),
-    ],
-)
-def test_input_that_cannot_work_is_one_sentence(given, message):
-    result = CliRunner().invoke(app, given)
-    assert result.exit_code == 2 and message in " ".join(result.output.split()) and "Traceback" not in result.output
