@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from calls import ENTRIES
+from calls import ENTRIES, one_rank
 from torch import ones, zeros
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -38,6 +38,17 @@ def learned(tensor):
 
 def called_layer(x, cache=None, under=None, **options):
     return sf.SparseAttention(48, 4, **options)(x, cache, mask=under)
+
+
+def called_plan(mask, q_len, q, k, v, mesh=None, heads=None, **options):
+    """The attention of a plan of one rank."""
+    mesh = one_rank() if mesh is None else mesh
+    try:
+        plan = sf.context_parallel(mask, q_len, mesh, heads=heads)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return plan.attention(q, k, v, **options)
 
 
 @cache
@@ -95,6 +106,7 @@ CALLS = {
     "attention": (sf.attention, {"q": Q, "k": K, "v": K}),
     "fp8": (sf.attention, {"q": HALF, "k": HALF, "v": HALF, "precision": "fp8"}),
     "fp8_reference": (sf.attention, {"q": HALF, "k": HALF, "v": HALF, "precision": "fp8", "backend": "reference"}),
+    "context_parallel": (called_plan, {"mask": "causal", "q_len": 64, "q": Q, "k": K, "v": K}),
     "varlen": (sf.attention_varlen, {"q": P, "k": PK, "v": PK, "cu_seqlens_q": ENDS, "mask": "causal"}),
     "varlen_selection": (sf.attention_varlen, {"q": P, "k": PK, "v": PK, "cu_seqlens_q": ENDS, "mask": PACKED}),
     "decode": (sf.attention_decode, {"q": QUERY, "k": K, "v": K}),
@@ -589,6 +601,11 @@ TABLES = (
     row("compile", V, rf"in tile order, with {VIDEO.length} tokens; got 114.*pass layout.to_tiles", pattern=VIDEO, q_len=114),
     row(sf.radial, T, r"radial: layout must be a VideoLayout or its text; got Causal", layout="causal"),
     row(sf.radial, T, "keep_beside must be True or False; got 1", layout=VIDEO, keep_beside=1),
+    # Plans. Most of their bad input needs several ranks: see parallel/on_ranks.py.
+    row("context_parallel", T, r"mesh must be a DeviceMesh; got str; use init_device_mesh", mesh="cp"),
+    row("context_parallel", V, "mask must name at least one mask, or be one; got an empty list", mask=[]),
+    row("context_parallel", V, "heads must be", heads=0),
+    row("context_parallel", V, r"plan.attention does not support softcap; it takes select, scale", softcap=1.0),
     row("draw", V, r"must be a \.png or \.svg file; got .*gif", path="mask.gif"),
     row("draw", T, "name of a picture to write; got 4096; lengths are q_len= and kv_len=", path=4096),
     row("draw", V, "level must be one of auto, tokens, blocks, visited; got 'pairs'", level="pairs"),
