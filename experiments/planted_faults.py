@@ -220,7 +220,7 @@ number = 1 + np.where(kind > 0, 2 * tile + kind, 0)  =>  number = 1 + np.where(k
 default_reduce: ClassVar[str] = "max"  =>  default_reduce: ClassVar[str] = "mean"
 @ 11 masks/build | masks/test_block_mask masks/test_per_head | heads with masks are dense if one head keeps everything
 keeps_all=all(m.keeps_all for m in masks),  =>  keeps_all=any(m.keeps_all for m in masks),
-@ 12 masks/from_maps | masks/test_from_lists | negative counts of lists are not refused
+@ 12 masks/from_maps | masks/test_from_lists test_refusals | negative counts of lists are not refused
 bool(((counts < 0) | (counts > len(entry))).any())  =>  bool((counts > len(entry)).any())
 @ 13 choosers/rules_torch | choosers/test_rules api/test_choose | a share of 0.07 of 100 blocks keeps 8
 .double() - _ROUNDING).long()  =>  .double()).long()

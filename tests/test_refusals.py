@@ -174,6 +174,7 @@ TYPO = r"did you mean 'causal' or 'local'\?.* \(column 1\)\n  cusal\n  \^$"
 CAPPED, PACKS = "flash_cache flash_cache_softcap", "flash_packed flash_packed_softcap"
 TABLES = (
     # Tensors.
+    row("attention", V, "it runs head_dim up to 256; got 272", v=zeros(2, 2, 64, 272), backend="triton"),
     row("attention", T, r"k must be a tensor of shape \(batch, heads, tokens, head_dim\); got list", k=[1.0]),
     row("choose", T, "q must be a tensor", q=[1.0]),
     row("decode", T, "q must be a tensor.*got ndarray", q=QUERY.numpy()),
@@ -524,6 +525,7 @@ TABLES = (
     row("blocks_from_lists", V, "power of two in 16..256", block_size=48),
     row("blocks_from_lists", V, "kv_indices must be blocks of keys, 0 to 1; got 2; pass the kv_len", kv_len=32),
     row("blocks_from_lists", V, "kv_counts must be 0 to 3, .* got 1 to 4", kv_counts=ints(1, 4, 2)),
+    row("blocks_from_lists", V, "kv_counts must be 0 to 3, .* got -1 to 2", kv_counts=ints(1, -1, 2)),
     row("blocks_from_bsr", V, r"crow_indices must have shape \(q_blocks \+ 1,\) or .* \(1, 1, 5\)", col_indices=COL[None, None]),
     row("blocks_from_bsr", V, "crow_indices must have shape", crow_indices=ints(0)[0]),
     row("blocks_from_bsr", V, "q_len must be a positive integer", crow_indices=ints(0)),

@@ -464,6 +464,23 @@ def test_a_sequence_padded_at_its_end_attends_as_it_does_alone(chooser, tokens, 
     torch.testing.assert_close(found[:, :, :last], alone[:, :, :last])
 
 
+def test_a_sequence_padded_at_its_end_chooses_by_the_queries_that_exist():
+    q, k, _ = inputs(256, 256, batch=1)
+    for end in (130, 150, 190):
+        lens, blocks = torch.tensor([end], device=DEVICE), -(-end // 64)
+        found, alone = (sf.choose_blocks("sampled(4, mass=0.5, block=64)", *call, **lengths).kept_blocks() for call, lengths in (
+            ((q, k), {"kv_lens": lens, "q_lens": lens}), ((q[:, :, :end], k[:, :, :end]), {})))  # fmt: skip
+        assert torch.equal(found[..., :blocks, :blocks], alone)
+
+
+def test_sampled_takes_the_largest_weight_and_antidiagonal_the_mean_unless_told():
+    q, k, _ = inputs()
+    for chooser, reduce in (("sampled(8", "max"), ("antidiagonal(16", "mean")):
+        usual, told, other = (sf.choose_blocks(f"{chooser}{more}, keep=2, block=64)", q, k).kept_blocks() for more in (
+            "", f", reduce='{reduce}'", f", reduce='{'mean' if reduce == 'max' else 'max'}'"))  # fmt: skip
+        assert torch.equal(usual, told) and not torch.equal(usual, other)
+
+
 def test_a_padded_sequence_keeps_the_blocks_that_it_keeps_alone():
     q, k, v = inputs(64 * 6, 64 * 6, batch=2)
     starts = torch.tensor([0, 64 * 2], device=DEVICE)

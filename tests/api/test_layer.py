@@ -466,3 +466,9 @@ def test_a_layer_made_without_memory_takes_its_tables_along():
     attn.mask = sf.compile_mask("causal", TOKENS)
     attn.to_empty(device="cpu").load_state_dict(layer().state_dict())
     torch.testing.assert_close(attn(inputs()), layer(mask="causal")(inputs()))
+
+
+def test_a_cache_keeps_no_graph_of_its_tokens():
+    cache = sf.KeyValueCache(2, 2, 8, 16)
+    keys, values = cache.append(*torch.randn(2, 2, 2, 3, 16, requires_grad=True))
+    assert not keys.requires_grad and not values.requires_grad

@@ -129,6 +129,15 @@ def test_queries_before_the_first_key_keep_nothing(backend):
     assert not out[1].any() and lse[1].isneginf().all()
 
 
+@on_each
+def test_lengths_past_the_cache_are_its_capacity(backend):
+    q, k, v = inputs(64)
+    step, chosen = q[:, :, -1:], chosen_from(q[:, :, -1:], k, [64] * 3)
+    past = torch.full((3,), 900, device=DEVICE)
+    found, whole = (sf.attention_decode(step, k, v, chosen, kv_lens=lens, backend=backend) for lens in (past, None))
+    assert torch.equal(found, whole)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU would have to be waited for")
 @parametrize("page", [-1, 13])
 def test_pages_that_do_not_exist_are_refused_where_they_are_read_and_nowhere_else(page):
