@@ -244,3 +244,11 @@ def test_pages_that_do_not_exist_are_refused_where_they_are_read_and_nowhere_els
     # Nothing reads pages that the mask does not keep, or that are past a length.
     sf.attention_decode(q, k, k, "~full", **options)
     sf.attention_decode(q, k, k, **options | {"kv_lens": torch.tensor([256, 0])})
+
+
+def test_heads_may_share_a_mask_in_one_sequence_and_not_in_the_next():
+    mask = sf.BlockMask.from_mask_mod(lambda b, h, i, j: (i >= j) & ((i - j < 20) | (b * h == 0)), 2, 2, 200, device=DEVICE)
+    assert mask.mask_index.tolist() == [[0, 0], [0, 1]]
+    q, k, v = torch.randn(3, 2, 2, 200, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    wanted = sf.attention(q, k, v, mask)[:, :, -1:]
+    torch.testing.assert_close(sf.attention_decode(q[:, :, -1:], k, v, mask), wanted)

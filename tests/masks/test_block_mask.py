@@ -404,6 +404,13 @@ def test_the_larger_blocks_of_a_mask_by_batch_and_head_are_by_batch_and_head():
     assert mask.coarse.mask_index.shape == (2, 3) and torch.equal(mask.coarse.to_dense(), kept)
 
 
+def test_larger_blocks_tell_runs_of_keys_from_bits():
+    kept, key = torch.zeros(12 * 128, 12 * 128, dtype=torch.bool), torch.arange(64)
+    for number in range(12):
+        kept[number * 128 :, number * 128 :][:64, :64] = key <= number if number < 6 else key % (number - 4) == 0
+    assert torch.equal(sf.BlockMask.from_dense(kept, 64).in_blocks_of(128).to_dense(), kept)
+
+
 def test_columns_in_parts_are_listed_whole_too():
     with heavy_rows_split():
         mask = sf.BlockMask.per_head(["causal & (local(200) | sinks(4))", "causal & dilated(9, 3, block=1)"], q_len=900, kv_len=800)
