@@ -21,9 +21,9 @@ _WORTHWHILE_SHARE = 0.98
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Holds the fastest owners and strategies. owners: of the tokens. seconds: estimated, of a forward pass of all layers. The
-    others have an entry for each mask. visits: those that decide which blocks are fetched; None under strategy "heads". costs: of
-    each strategy that was allowed and suits the mask."""
+    """Holds the fastest owners and strategies. owners: of the tokens, the same for all masks. seconds: estimated, of a forward pass
+    of all layers. The others have an entry for each mask. visits: those that decide which blocks are fetched; None under strategy
+    "heads". costs: of each strategy that was allowed and suits the mask."""
 
     owners: Owners
     strategies: tuple[Strategy, ...]
@@ -45,12 +45,7 @@ class _MaskOptions(NamedTuple):
 
 
 def choose_strategies(
-    visits: Sequence[Visits],
-    layers: Sequence[int],
-    sizes: SequenceSizes,
-    ranks: int,
-    link_rate: float,
-    allowed: Sequence[Strategy],
+    visits: Sequence[Visits], layers: Sequence[int], sizes: SequenceSizes, ranks: int, allowed: Sequence[Strategy]
 ) -> Choice:
     """Chooses owners of the tokens and a strategy for each mask, to minimize the time of all layers. Ranks meet in the exchange of
     each layer, so a layer takes the time of its slowest rank.
@@ -69,25 +64,25 @@ def choose_strategies(
                 "do; got a mask in which none do, or too many; pass strategy='blocks'"
             )
         own_blocks = owners[0].blocks.shape[1]
-        of_heads = head_costs(one.mask, own_blocks, sizes, ranks, link_rate) if "heads" in allowed else None
+        of_heads = head_costs(one.mask, own_blocks, sizes, ranks) if "heads" in allowed else None
         masks.append(_MaskOptions(count, by_strategy, of_heads))
     if any("queries" in mask.visits for mask in masks):
         owners += candidates([mask.visits.get("queries", one) for mask, one in zip(masks, visits, strict=True)], layers, ranks)
-    regular = min((_choose_for_owners(one, masks, sizes, link_rate) for one in owners), key=attrgetter("seconds"))
+    regular = min((_choose_for_owners(one, masks, sizes) for one in owners), key=attrgetter("seconds"))
     fetched = [one for one in regular.visits if one is not None]
     if not fetched:
         return regular
     counts = [count for one, count in zip(regular.visits, layers, strict=True) if one is not None]
-    improved_owners = improve_owners(regular.owners, fetched, counts, visits_per_fetch(sizes, link_rate))
-    improved = _choose_for_owners(improved_owners, masks, sizes, link_rate)
+    improved_owners = improve_owners(regular.owners, fetched, counts, visits_per_fetch(sizes))
+    improved = _choose_for_owners(improved_owners, masks, sizes)
     return improved if improved.seconds < _WORTHWHILE_SHARE * regular.seconds else regular
 
 
-def _choose_for_owners(owners: Owners, masks: Sequence[_MaskOptions], sizes: SequenceSizes, link_rate: float) -> Choice:
+def _choose_for_owners(owners: Owners, masks: Sequence[_MaskOptions], sizes: SequenceSizes) -> Choice:
     """Chooses the fastest strategy of each mask."""
     total, strategies, by_mask = 0.0, [], []
     for mask in masks:
-        costs = {name: block_costs(owners.with_visits(visits), sizes, link_rate) for name, visits in mask.visits.items()}
+        costs = {name: block_costs(owners.with_visits(visits), sizes) for name, visits in mask.visits.items()}
         if mask.heads is not None:
             costs["heads"] = mask.heads
         best = min(costs, key=lambda name: costs[name].seconds)

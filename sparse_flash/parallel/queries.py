@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .calls import PartialAttention, RowResults
+from .calls import PartialAttention, QueryRows
 from .routes import Route, SharedRows
 from .transfer import Message, PendingExchange, as_blocks, as_tokens
 
@@ -36,17 +36,16 @@ def merge_shared_rows(
     _write(lse[..., None], total, shared)
 
 
-def send_results(q: torch.Tensor, results: RowResults, shared: SharedRows, route: Route) -> tuple[PendingExchange, PendingExchange]:
+def send_results(rows: QueryRows, shared: SharedRows, route: Route) -> tuple[PendingExchange, PendingExchange]:
     """Sends to all ranks what the gradients of the rank's shared rows need: (q and dout, lse and delta - dlse of each query)."""
-    q_rows, dout, out = (_take_shared_rows(t, shared) for t in (q, results.dout, results.out))
-    lse = _take_shared_rows(results.lse[..., None], shared)
+    q, dout, out, lse = (_take_shared_rows(t, shared) for t in (rows.q, rows.dout, rows.out, rows.lse[..., None]))
     # The gradient of a score is p * (dp - delta), so out and dlse enter only through delta (arXiv:2307.08691, Alg. 2).
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
-    if results.dlse is not None:
-        delta -= _take_shared_rows(results.dlse[..., None], shared)
+    if rows.dlse is not None:
+        delta -= _take_shared_rows(rows.dlse[..., None], shared)
     # Back ends get delta as a gradient of lse. For a query that keeps nothing, 0 * dout may be NaN.
     delta.masked_fill_(lse.isneginf(), 0.0)
-    return _send_to_all(torch.cat([q_rows, dout], -1), shared, route), _send_to_all(torch.cat([lse, delta], -1), shared, route)
+    return _send_to_all(torch.cat([q, dout], -1), shared, route), _send_to_all(torch.cat([lse, delta], -1), shared, route)
 
 
 def differentiate_queries(
@@ -63,7 +62,7 @@ def differentiate_queries(
     packed, logs = (as_tokens(sent.wait()) for sent in results)
     q, dout = packed[..., :head_dim], packed[..., head_dim:]
     lse, delta = (t.contiguous() for t in logs.unbind(-1))
-    dq, dk, dv = run.backward(q, k, v, RowResults(dout, -delta, torch.zeros_like(dout), lse), shared.mask)
+    dq, dk, dv = run.backward(QueryRows(q, dout, -delta, torch.zeros_like(dout), lse), k, v, shared.mask)
     return _return_to_owners(dq, shared, route), dk, dv
 
 
