@@ -38,6 +38,8 @@ from . import gather_rows
 
 BLOCK = 128
 
+_Starts = tuple[torch.Tensor, torch.Tensor]  # cu_seqlens of queries and of keys
+
 
 class Axis(NamedTuple):
     """token_of_row: (blocks * BLOCK,) int32, the token at each place of the block axis, or -1 for none.
@@ -85,13 +87,13 @@ class PackPlan(NamedTuple):
     bit_tiles: int
 
 
-def read_sizes(queries: PackedDocuments, keys: PackedDocuments | None) -> tuple[list[torch.Tensor], list[int]]:
+def read_sizes(queries: PackedDocuments, keys: PackedDocuments | None) -> tuple[_Starts, tuple[int, int, int, int, bool]]:
     """(cu_seqlens of queries and of keys, the first fields of a ``PackPlan``). keys: None if they share the documents of the
     queries."""
-    sides = queries, queries if keys is None else keys
+    of_keys = queries if keys is None else keys
     # index() turns symbolic lengths into plain numbers: a compiled graph holds the table of one long document.
-    sizes = map(index, (*sides[0][1:], *sides[1][1:]))
-    return [side.cu_seqlens for side in sides], [*sizes, keys is None]
+    q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *of_keys[1:]))
+    return (queries.cu_seqlens, of_keys.cu_seqlens), (q_tokens, q_longest, k_tokens, k_longest, keys is None)
 
 
 def repack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> Packed:
@@ -201,7 +203,7 @@ def table_operator(name: str, on_device: Callable, on_host: Callable, axes: bool
         of_axes = (whole.q_blocks * BLOCK, whole.q_tokens, whole.k_blocks * BLOCK, whole.k_tokens) if axes else ()
         return [tables[0].new_empty(shape) for shape in (*((size,) for size in of_axes), *_fake_mask(whole, device))]
 
-    def call(starts: list[torch.Tensor], plan: list[int], tables: list[torch.Tensor]) -> list[torch.Tensor]:
+    def call(starts: _Starts, plan: list[int], tables: list[torch.Tensor]) -> list[torch.Tensor]:
         return (run if is_plain_eager(*starts) else operator)(fake_tensors_if_needed(tables), *starts, plan)
 
     return call

@@ -131,7 +131,7 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> Gra
         returning = message.send()
         dk, dv = (torch.empty_like(t).copy_(whole[:, :, :tokens]) for t, whole in ((k, all_dk), (v, all_dv)))
     if shared and shared_results:
-        partial_dq, shared_dk, shared_dv = differentiate_queries(shared_results, q.shape[3], k, v, run, shared, route)
+        partial_dq, shared_dk, shared_dv = differentiate_queries(shared_results, k, v, run, shared, route)
         dk.add_(shared_dk)
         dv.add_(shared_dv)
         write_query_gradients(dq, partial_dq, shared)
