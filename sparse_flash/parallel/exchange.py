@@ -54,17 +54,13 @@ class _Settings(NamedTuple):
 
 
 _TENSORS = 3  # settings that are tensors, the first ones
-_SCHEMA = (
-    "Tensor handle, Tensor? seed, Tensor? batch_heads, "
-    "float? scale, bool deterministic, str backend, float dropout_p) -> (Tensor, Tensor, Tensor)"
-)
+_NUMBERS = "float? scale, bool deterministic, str backend, float dropout_p"
+_SETTINGS = f"Tensor handle, Tensor? seed, Tensor? batch_heads, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor columns, SymInt block_size, {_SETTINGS}"
+_BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor buffer, Tensor out, Tensor lse, {_SETTINGS}"
 
 
-@torch.library.custom_op(
-    operator_name("context_attention"),
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor columns, SymInt block_size, {_SCHEMA}",
-)
+@torch.library.custom_op(operator_name("context_attention"), mutates_args=(), schema=_FORWARD)
 def attend_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,11 +102,7 @@ def _(
     return backends.empty_out(q, v.shape[3]), lse, empty_blocks(k, v, columns.shape[0], block_size)
 
 
-@torch.library.custom_op(
-    operator_name("context_attention_backward"),
-    mutates_args=(),
-    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor buffer, Tensor out, Tensor lse, " + _SCHEMA,
-)
+@torch.library.custom_op(operator_name("context_attention_backward"), mutates_args=(), schema=_BACKWARD)
 def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> Gradients:
     """Returns (dq, dk, dv) of the rank's tokens. saved: as ``_save_tensors`` saves it, then the settings that are no tensors."""
     q, k, v, buffer, out, lse, *given = saved

@@ -105,8 +105,8 @@ def context_parallel(
     return plans if isinstance(mask, (list, tuple)) else plans[0]
 
 
-def plans_of(numbers: PlannedSequence, options: PlanOptions, mesh: DeviceMesh, cu_seqlens: tuple[int, ...] = (0,)) -> ContextPlans:
-    """Makes a plan for each layer. cu_seqlens: the bounds of documents; one document by default."""
+def plans_of(numbers: PlannedSequence, options: PlanOptions, mesh: DeviceMesh, cu_seqlens: tuple[int, ...]) -> ContextPlans:
+    """Makes a plan for each layer. cu_seqlens: the bounds of documents."""
     positions = numbers.owners.positions(numbers.sizes.q_len, numbers.sizes.block_size)
     device = torch.empty(0, device=mesh.device_type).device
     shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device)
