@@ -48,6 +48,17 @@ class Axis(NamedTuple):
     token_of_row: torch.Tensor
     row_of_token: torch.Tensor
 
+    def to_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, heads, head_dim) -> (1, heads, places of the axis of blocks, head_dim)."""
+        # Not by indexing, here and below: the gradient of an index is a copy into zeros.
+        taken = gather_rows.take_rows(x, self.token_of_row, self.row_of_token, 0.0, True)
+        return taken.transpose(0, 1).unsqueeze(0)
+
+    def to_tokens(self, x: torch.Tensor, fill: float, heads_first: bool = False) -> torch.Tensor:
+        """The reverse; ``fill`` for tokens of no document."""
+        x = x.squeeze(0).transpose(0, 1)
+        return gather_rows.take_rows(x, self.row_of_token, self.token_of_row, fill, heads_first)
+
 
 class Packed(NamedTuple):
     """mask: of all documents. queries, keys: their axes."""
