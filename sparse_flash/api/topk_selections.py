@@ -14,7 +14,6 @@ from ..masks.cache import as_block_mask
 from ..masks.chooser import check_keep
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern
-from ..packed.gather_rows import take_rows
 from ..packed.repack import BLOCK
 from ..selection import choice
 from ..selection.block_selection import BlockSelection, always_table, check_every, check_selection_block
@@ -141,7 +140,7 @@ def select_packed_by_query(
     side = to_documents("q", q, cu_seqlens, longest)
     place = locate_tokens(side)
     axis = block_axis(side, place, how.block_size)
-    keys = take_rows(k, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1).unsqueeze(0)
+    keys = axis.to_blocks(k)
     bounds = find_block_bounds(axis, place, how.block_size)
     keep = min(how.keep, -(-side.longest // how.block_size))
     picks = choice.choose_by_keys(q.transpose(0, 1)[None], keys, keep, 1, how.block_size, how.share_group, how.score, bounds)

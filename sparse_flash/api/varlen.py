@@ -10,7 +10,6 @@ from ..compat.pytorch import is_plain_eager
 from ..masks.cache import to_traceable
 from ..masks.fit import check_fit, parse_if_names_tokens
 from ..masks.pattern import Pattern
-from ..packed.gather_rows import take_rows
 from ..packed.in_place import build_packed_mask
 from ..packed.repack import Axis, repack_documents
 from ..selection.block_selection import BlockSelection
@@ -80,7 +79,7 @@ def attention_varlen(
     if isinstance(mask, PackedSelection):
         _check_packed_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         selection, axis = mask.to_block_axis()
-        q, k, v = (_move_to_blocks(t, axis) for t in (q, k, v))
+        q, k, v = map(axis.to_blocks, (q, k, v))
         results = attention(q, k, v, selection, return_block_lse=return_block_lse, **options)
         return _unpack_results(results, axis, return_lse)
     if return_block_lse:
@@ -117,7 +116,7 @@ def attention_varlen(
         out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
         return (out, lse) if return_lse else out
     packed = repack_documents(mask, queries, None if same else keys)
-    q, k, v = (_move_to_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
+    q, k, v = packed.queries.to_blocks(q), packed.keys.to_blocks(k), packed.keys.to_blocks(v)
     return _unpack_results(attention(q, k, v, packed.mask, **options), packed.queries, return_lse)
 
 
@@ -168,19 +167,8 @@ def _unpack_results(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Moves results from the axis of blocks back to tokens. results: out, lse and perhaps the lse of picked blocks."""
     out, lse, *of_picks = results
-    found = [_move_to_tokens(out, axis, 0.0)]
+    found = [axis.to_tokens(out, 0.0)]
     if return_lse:
-        found.append(_move_to_tokens(lse.unsqueeze(-1), axis, float("-inf"), heads_first=True).squeeze(-1).T)
-    found += [_move_to_tokens(of_pick, axis, float("-inf"), heads_first=True).transpose(0, 1) for of_pick in of_picks]
+        found.append(axis.to_tokens(lse.unsqueeze(-1), float("-inf"), heads_first=True).squeeze(-1).T)
+    found += [axis.to_tokens(of_pick, float("-inf"), heads_first=True).transpose(0, 1) for of_pick in of_picks]
     return tuple(found) if len(found) > 1 else found[0]
-
-
-def _move_to_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """(tokens, heads, head_dim) -> (1, heads, places of the axis of blocks, head_dim)."""
-    # Not by indexing, here and below: the gradient of an index is a copy into zeros.
-    return take_rows(x, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1).unsqueeze(0)
-
-
-def _move_to_tokens(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = False) -> torch.Tensor:
-    """The reverse; ``fill`` for tokens of no document."""
-    return take_rows(x.squeeze(0).transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)

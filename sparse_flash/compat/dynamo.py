@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 
-FUNCTION = TypeVar("FUNCTION", bound=Callable)
+from .constants import FUNCTION
 
 
 def outside_inference(function: FUNCTION) -> FUNCTION:

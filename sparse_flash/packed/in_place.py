@@ -11,19 +11,16 @@ nothing synchronizes with the host, and shapes depend only on the numbers of tok
 from __future__ import annotations
 
 from functools import cached_property
-from operator import index
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..compat.constants import constant_in_graphs
-from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
-from ..masks.cache import fake_tensors_if_needed, keep_if_captured, run_in_thread
+from ..masks.cache import keep_if_captured, run_in_thread
 from ..masks.document_blocks import document_tables, single_runs
 from ..masks.grid import BlockGrid, concat_ranges
 from ..masks.memory import cached_until_cleared
@@ -34,35 +31,19 @@ from . import gather_rows
 from .repack import (
     BLOCK,
     PackedDocuments,
-    clone_aliases,
+    PackPlan,
     documents_on_host,
-    fake_size,
-    fake_table,
-    has_full_tables,
     lay_out_documents,
+    long_blocks,
     long_document,
     most_blocks,
-    next_power_of_two,
+    read_sizes,
+    table_operator,
 )
 
 # Blocks that start where documents start pay for calls of so many tokens, with so many in a document on average, of drawn lengths,
 # under patterns of which a query keeps runs of up to so many keys (docs/performance.md).
 _LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN = 16384, 512, 1024
-
-
-class InPlacePlan(NamedTuple):
-    """Holds the host's numbers of a call: tokens and longest document of queries and keys; queries of the long document before
-    position 0; capacity for entries and for tiles; whether keys share the documents of the queries. Operators take them as a
-    list of integers."""
-
-    q_tokens: int
-    k_tokens: int
-    q_longest: int
-    k_longest: int
-    before: int
-    entries: int
-    tiles: int
-    shares_documents: int  # 0 or 1
 
 
 def build_packed_mask(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | None:
@@ -71,21 +52,14 @@ def build_packed_mask(pattern, queries: PackedDocuments, keys: PackedDocuments |
 
     pattern: a Pattern or its spec text. keys: None if they share the documents of the queries.
     """
-    shares_documents = keys is None
-    keys = queries if keys is None else keys
-    starts = queries.cu_seqlens, keys.cu_seqlens
-    # index() turns symbolic lengths into plain numbers: a compiled graph holds the runs of one long document.
-    q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
-    plain = is_plain_eager(*starts)
-    if plain and shares_documents and _can_align_blocks(starts[0], q_tokens):
+    starts, sizes = read_sizes(queries, keys)
+    q_tokens, q_longest, k_tokens, _, shares_documents = sizes
+    if shares_documents and is_plain_eager(*starts) and _can_align_blocks(starts[0], q_tokens):
         runs = _runs_of(pattern, q_longest, q_longest, True, starts[0].device)
         if runs is not None and runs.longest >= _LEAST_RUN:
             return _MaskOfDocuments(runs, starts[0], q_tokens, q_longest)
-    plan, constants = _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, shares_documents, starts[0].device)
-    if not plan:
-        return None
-    run = _assemble if plain else _assemble_operator
-    return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, run(fake_tensors_if_needed(constants), *starts, plan))
+    plan, constants = _make_plan(pattern, *sizes, starts[0].device)
+    return BlockMask.from_tensors(q_tokens, k_tokens, BLOCK, _assemble(starts, plan, constants)) if plan else None
 
 
 def _can_align_blocks(starts: torch.Tensor, tokens: int) -> bool:
@@ -95,13 +69,13 @@ def _can_align_blocks(starts: torch.Tensor, tokens: int) -> bool:
 
 @constant_in_graphs
 def _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, shares_documents, device) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of an InPlacePlan, the arguments of _assemble); both empty for a pattern that does not keep single runs."""
+    """(the fields of a PackPlan, the constants of the runs); both empty for a pattern that does not keep single runs."""
     runs = _runs_of(pattern, q_longest, k_longest, shares_documents, device)
     if runs is None:
         return [], []
     q_blocks, k_blocks = -(-q_tokens // BLOCK), -(-k_tokens // BLOCK)
     capacity = runs.find_capacity(q_blocks, k_blocks, -(-k_longest // BLOCK))
-    plan = InPlacePlan(q_tokens, k_tokens, q_longest, k_longest, runs.before * BLOCK, *capacity, shares_documents)
+    plan = q_tokens, q_longest, k_tokens, k_longest, shares_documents, q_blocks, k_blocks, runs.before, *capacity, 2
     return [*map(int, plan)], runs.constants
 
 
@@ -147,9 +121,7 @@ class _LongRuns:
 
 def _runs_of(pattern, q_longest: int, k_longest: int, shares_documents: bool, device) -> _LongRuns | None:
     """Returns the runs of documents up to these lengths; None for a pattern that does not keep single runs."""
-    # Rounded to powers of two, to compile for few lengths.
-    k_height, before = (next_power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
-    runs = _long_runs(pattern, k_height, 0 if shares_documents else before, device)
+    runs = _long_runs(pattern, *long_blocks(q_longest, k_longest, shares_documents), device)
     if runs is not None:
         keep_if_captured(runs, device)
     return runs
@@ -169,11 +141,12 @@ class _MaskOfDocuments(BlockMask):
     is first read, for the documents that there were when the mask was made."""
 
     _runs: _LongRuns
-    _plan: InPlacePlan
+    _plan: PackPlan
     _layout: torch.Tensor
 
     def __init__(self, runs: _LongRuns, cu_seqlens: torch.Tensor, tokens: int, longest: int):
-        plan = InPlacePlan(tokens, tokens, longest, longest, before=0, entries=0, tiles=0, shares_documents=True)
+        blocks = -(-tokens // BLOCK)
+        plan = PackPlan(tokens, longest, tokens, longest, True, blocks, blocks, before=0, entries=0, run_tiles=0, bit_tiles=2)
         _, mask_index, tile_bits = runs.constants
         vars(self).update(q_len=tokens, kv_len=tokens, block_size=BLOCK, keeps_all=False, mask_index=mask_index)
         vars(self).update(tile_bits=tile_bits, _runs=runs, _plan=plan, _layout=lay_out_documents(cu_seqlens, cu_seqlens, plan))
@@ -192,9 +165,9 @@ class _MaskOfDocuments(BlockMask):
 
     @cached_property
     def _grid_mask(self) -> BlockMask:
-        entries, tiles = self._find_capacity(-(-self.q_len // BLOCK))
-        plan = self._plan._replace(entries=entries, tiles=tiles)
-        return BlockMask.from_tensors(*self.sizes, _assemble_on_device(self._runs.constants, self._layout, plan))
+        entries, tiles = self._find_capacity(self._plan.q_blocks)
+        plan = self._plan._replace(entries=entries, run_tiles=tiles)
+        return BlockMask.from_tensors(*self.sizes, _fill_tables(self._runs.constants, self._layout, plan))
 
     @cached_property
     def by_document(self) -> KernelTables:
@@ -213,45 +186,25 @@ class _MaskOfDocuments(BlockMask):
         return self._runs.find_capacity(blocks, blocks, -(-self._plan.k_longest // BLOCK))
 
 
-def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
+def _assemble_on_device(constants, q_starts, k_starts, plan: PackPlan) -> list[torch.Tensor]:
     """constants, plan: from ``_make_plan``. Returns the tensors of a BlockMask."""
-    whole = InPlacePlan(*plan)
-    if not gather_rows.can_use_kernels(q_starts.device):
-        return _assemble_on_host(constants, q_starts, k_starts, whole)
-    return _assemble_on_device(constants, lay_out_documents(q_starts, k_starts, whole), whole)
+    return _fill_tables(constants, lay_out_documents(q_starts, k_starts, plan), plan)
 
 
-@torch.library.custom_op(operator_name("assemble_runs"), mutates_args=())
-def _assemble_operator(
-    constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
-) -> list[torch.Tensor]:
-    return clone_aliases(_assemble(constants, q_starts, k_starts, plan), constants)
-
-
-@_assemble_operator.register_fake
-def _(constants, q_starts, k_starts, plan):
-    plan, in_full = InPlacePlan(*plan), has_full_tables(q_starts.device)
-    shapes = [(1, 1)]
-    rows, k_rows = (-(-tokens // BLOCK) for tokens in (plan.q_tokens, plan.k_tokens))
-    shapes += fake_table(rows, plan.entries, k_rows, in_full) + fake_table(k_rows, plan.entries, rows, in_full)
-    shapes += [(fake_size(plan.tiles, in_full), BLOCK), (2, BLOCK, BLOCK // 32)]
-    return [constants[0].new_empty(shape) for shape in shapes]
-
-
-def _assemble_on_device(constants, layout: torch.Tensor, plan: InPlacePlan) -> list[torch.Tensor]:
-    """``_assemble`` using kernels. layout: from ``lay_out_documents``."""
+def _fill_tables(constants, layout: torch.Tensor, plan: PackPlan) -> list[torch.Tensor]:
+    """The same. layout: from ``lay_out_documents``."""
     from ..kernels.packed.spans import fill_spans
 
     runs, mask_index, tile_bits = constants
-    rows, k_rows = -(-plan.q_tokens // BLOCK), -(-plan.k_tokens // BLOCK)
+    rows, k_rows, before = plan.q_blocks, plan.k_blocks, plan.before * BLOCK
     with current_device(layout.device):
-        by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, plan.before, plan.entries, plan.tiles, BLOCK)
+        by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, before, plan.entries, plan.run_tiles, BLOCK)
         work = build_work(by_query[:3], by_key[:3], k_rows, rows)
     return [mask_index, *by_query, *work[0], *by_key, *work[1], tile_runs, tile_bits]
 
 
-def _assemble_on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:
-    """``_assemble`` using NumPy: the reference for the kernels."""
+def _assemble_on_host(constants, q_starts, k_starts, plan: PackPlan) -> list[torch.Tensor]:
+    """The same as ``_assemble_on_device``, whose reference it is, using NumPy."""
     grid = BlockGrid(plan.q_tokens, plan.k_tokens, BLOCK)
     first, stop = _packed_runs(constants[0].cpu().numpy().astype(np.int64), q_starts, k_starts, plan)
     padded = np.zeros((2, grid.q_blocks * BLOCK), np.int64)
@@ -272,14 +225,16 @@ def _assemble_on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[
     return mask.to(q_starts.device).tensors()
 
 
-def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: InPlacePlan) -> tuple[np.ndarray, np.ndarray]:
+def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: PackPlan) -> tuple[np.ndarray, np.ndarray]:
     """(first, stop) of each packed query on the packed key axis, (q_tokens,) int64; both 0 if it keeps nothing."""
-    q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
-    k_start, k_len = (q_start, q_len) if plan.shares_documents else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
+    (q_start, q_len), (k_start, k_len) = documents_on_host(q_starts, k_starts, plan)
     document = np.repeat(np.arange(len(q_len)), q_len)
     local = concat_ranges(np.zeros_like(q_len), q_len)
-    first, stop = runs[:, plan.before + local + (k_len - q_len)[document]]
+    first, stop = runs[:, plan.before * BLOCK + local + (k_len - q_len)[document]]
     stop = np.minimum(stop, k_len[document])
     packed = np.zeros((2, plan.q_tokens), np.int64)
     packed[:, q_start[document] + local] = np.where(first < stop, k_start[document] + np.stack([first, stop]), 0)
     return packed[0], packed[1]
+
+
+_assemble = table_operator("assemble_runs", _assemble_on_device, _assemble_on_host, axes=False)

@@ -12,6 +12,7 @@ On a GPU nothing synchronizes with the host, and shapes depend only on the numbe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from operator import index
 from typing import NamedTuple
@@ -37,6 +38,8 @@ from . import gather_rows
 
 BLOCK = 128
 
+_Starts = tuple[torch.Tensor, torch.Tensor]  # cu_seqlens of queries and of keys
+
 
 class Axis(NamedTuple):
     """token_of_row: (blocks * BLOCK,) int32, the token at each place of the block axis, or -1 for none.
@@ -44,6 +47,17 @@ class Axis(NamedTuple):
 
     token_of_row: torch.Tensor
     row_of_token: torch.Tensor
+
+    def to_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, heads, head_dim) -> (1, heads, places of the axis of blocks, head_dim)."""
+        # Not by indexing, here and below: the gradient of an index is a copy into zeros.
+        taken = gather_rows.take_rows(x, self.token_of_row, self.row_of_token, 0.0, True)
+        return taken.transpose(0, 1).unsqueeze(0)
+
+    def to_tokens(self, x: torch.Tensor, fill: float, heads_first: bool = False) -> torch.Tensor:
+        """The reverse; ``fill`` for tokens of no document."""
+        x = x.squeeze(0).transpose(0, 1)
+        return gather_rows.take_rows(x, self.row_of_token, self.token_of_row, fill, heads_first)
 
 
 class Packed(NamedTuple):
@@ -63,26 +77,34 @@ class PackedDocuments(NamedTuple):
     longest: int
 
 
-class RepackPlan(NamedTuple):
+class PackPlan(NamedTuple):
     """Holds the host's numbers of a call; operators take them as a list of integers.
 
-    q_tokens .. k_blocks: tokens, longest document and blocks of queries and keys. blocks_before_keys: block rows of the long
-    document's table before position 0. entries: capacity. shares_documents: whether keys have the documents of the queries.
-    has_bits: whether the table has bit tiles. run_tiles, bit_tiles: how many tiles the long document has.
+    q_tokens .. k_longest: tokens and longest document of queries and keys. shares_documents: whether keys have the documents of the
+    queries. q_blocks, k_blocks: of both axes. before: block rows of the long document's table before position 0. entries,
+    run_tiles, bit_tiles: capacities.
     """
 
     q_tokens: int
-    k_tokens: int
     q_longest: int
+    k_tokens: int
     k_longest: int
+    shares_documents: int  # 0 or 1
     q_blocks: int
     k_blocks: int
-    blocks_before_keys: int
+    before: int
     entries: int
-    shares_documents: int  # 0 or 1, as has_bits
-    has_bits: int
     run_tiles: int
     bit_tiles: int
+
+
+def read_sizes(queries: PackedDocuments, keys: PackedDocuments | None) -> tuple[_Starts, tuple[int, int, int, int, bool]]:
+    """(cu_seqlens of queries and of keys, the first fields of a ``PackPlan``). keys: None if they share the documents of the
+    queries."""
+    of_keys = queries if keys is None else keys
+    # index() turns symbolic lengths into plain numbers: a compiled graph holds the table of one long document.
+    q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *of_keys[1:]))
+    return (queries.cu_seqlens, of_keys.cu_seqlens), (q_tokens, q_longest, k_tokens, k_longest, keys is None)
 
 
 def repack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> Packed:
@@ -90,15 +112,8 @@ def repack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | 
 
     pattern: a Pattern or its spec text. keys: None if they share the documents of the queries.
     """
-    shares_documents = keys is None
-    keys = queries if keys is None else keys
-    starts = queries.cu_seqlens, keys.cu_seqlens
-    # index() turns symbolic lengths into plain numbers: a compiled graph holds the table of one long document.
-    q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
-    documents = _round_up_documents(starts[0].shape[0] - 1)
-    plan, tables = _make_plan(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, shares_documents, starts[0].device)
-    run = _pack if is_plain_eager(*starts) else _pack_operator
-    results = run(fake_tensors_if_needed(tables), *starts, plan)
+    starts, sizes = read_sizes(queries, keys)
+    results = _pack(starts, *_make_plan(pattern, *sizes, _round_up_documents(starts[0].shape[0] - 1), starts[0].device))
     axes = Axis(*results[:2]), Axis(*results[2:4])
     q_len, kv_len = (axis.token_of_row.shape[0] for axis in axes)
     return Packed(BlockMask.from_tensors(q_len, kv_len, BLOCK, results[4:]), *axes)
@@ -106,30 +121,18 @@ def repack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | 
 
 @constant_in_graphs
 def _make_plan(
-    pattern, q_tokens, q_longest, k_tokens, k_longest, documents, shares_documents, device
+    pattern, q_tokens, q_longest, k_tokens, k_longest, shares_documents, documents, device
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of a RepackPlan, the tensors of the long document's mask)."""
-    # Rounded to powers of two, to compile for few lengths.
-    k_height, q_height = (next_power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
-    document = long_document(pattern, k_height, 0 if shares_documents else q_height, device)
+    """(the fields of a PackPlan, the tensors of the long document's mask)."""
+    document = long_document(pattern, *long_blocks(q_longest, k_longest, shares_documents), device)
     q_blocks = most_blocks(q_tokens, documents, 0 if shares_documents else BLOCK - 1)
     k_blocks = most_blocks(k_tokens, documents)
     keep_if_captured(document, device)
+    entries = max(2, document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK)))
     run_tiles, bit_tiles = map(len, document.mask.tiles)
-    plan = RepackPlan(
-        q_tokens=q_tokens,
-        k_tokens=k_tokens,
-        q_longest=q_longest,
-        k_longest=k_longest,
-        q_blocks=q_blocks,
-        k_blocks=k_blocks,
-        blocks_before_keys=document.before,
-        entries=max(2, document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))),
-        shares_documents=shares_documents,
-        has_bits=document.has_bits,
-        run_tiles=run_tiles,
-        bit_tiles=bit_tiles,
-    )
+    # A block of queries may cut one tile.
+    tiles = run_tiles + q_blocks, bit_tiles + q_blocks * document.has_bits
+    plan = q_tokens, q_longest, k_tokens, k_longest, shares_documents, q_blocks, k_blocks, document.before, entries, *tiles
     return [*map(int, plan)], document.tables
 
 
@@ -144,8 +147,11 @@ def _round_up_documents(documents: int) -> int:
     return most
 
 
-def next_power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
+def long_blocks(q_longest: int, k_longest: int, shares_documents: bool) -> tuple[int, int]:
+    """(blocks of keys of the long document, blocks of queries before its first key). Rounded up to powers of two, to compile for
+    few lengths."""
+    k_blocks, q_blocks = (1 << max(0, -(-longest // BLOCK) - 1).bit_length() for longest in (k_longest, q_longest))
+    return k_blocks, 0 if shares_documents else q_blocks
 
 
 def most_blocks(tokens: int, documents: int, skipped: int = 0, block: int = BLOCK) -> int:
@@ -186,20 +192,35 @@ def long_document(pattern, k_blocks, before, device) -> LongDocument:
     return run_in_thread(LongDocument, pattern, k_blocks, before, device)
 
 
-def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
-    """tables, plan: from ``_make_plan``. Returns the tensors of both axes, and those of the mask."""
-    run = _pack_on_device if gather_rows.can_use_kernels(q_starts.device) else _pack_on_host
-    return run(tables, q_starts, k_starts, RepackPlan(*plan))
+def table_operator(name: str, on_device: Callable, on_host: Callable, axes: bool) -> Callable:
+    """Returns a function of (cu_seqlens of queries and keys, fields of a PackPlan, tables) that returns the tensors of a mask; with
+    ``axes``, those of both axes come first. It is an operator, which a plain call skips.
+
+    on_device, on_host: make them from (tables, q_starts, k_starts, plan), with kernels and with NumPy.
+    """
+
+    def run(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
+        make = on_device if gather_rows.can_use_kernels(q_starts.device) else on_host
+        return make(tables, q_starts, k_starts, PackPlan(*plan))
+
+    @torch.library.custom_op(operator_name(name), mutates_args=())
+    def operator(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
+        return _clone_aliases(run(tables, q_starts, k_starts, plan), tables)
+
+    @operator.register_fake
+    def _(tables, q_starts, k_starts, plan):
+        # All sizes are the plan's: a length that is known as that of an argument alone is no number in a backward graph.
+        whole, device = PackPlan(*plan), q_starts.device
+        of_axes = (whole.q_blocks * BLOCK, whole.q_tokens, whole.k_blocks * BLOCK, whole.k_tokens) if axes else ()
+        return [tables[0].new_empty(shape) for shape in (*((size,) for size in of_axes), *_fake_mask(whole, device))]
+
+    def call(starts: _Starts, plan: list[int], tables: list[torch.Tensor]) -> list[torch.Tensor]:
+        return (run if is_plain_eager(*starts) else operator)(fake_tensors_if_needed(tables), *starts, plan)
+
+    return call
 
 
-@torch.library.custom_op(operator_name("pack_documents"), mutates_args=())
-def _pack_operator(
-    tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
-) -> list[torch.Tensor]:
-    return clone_aliases(_pack(tables, q_starts, k_starts, plan), tables)
-
-
-def clone_aliases(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+def _clone_aliases(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
     """``results`` as an operator must return them: distinct tensors, none of them an argument."""
     known, own = set(map(id, given)), []
     for tensor in results:
@@ -208,53 +229,38 @@ def clone_aliases(results: list[torch.Tensor], given: list[torch.Tensor]) -> lis
     return own
 
 
-@_pack_operator.register_fake
-def _(tables, q_starts, k_starts, plan):
-    plan, in_full = RepackPlan(*plan), has_full_tables(q_starts.device)
+def _fake_mask(plan: PackPlan, device: torch.device) -> list[tuple]:
+    """The shapes of the mask's tensors."""
+    # Kernels allocate the lengths of the plan. Other lengths depend on the documents, which tensors on the device meta do not know.
+    in_full = gather_rows.can_use_kernels(device) or device.type == "meta"
 
     def size(known: int) -> int | torch.SymInt:
-        return fake_size(known, in_full)
+        """The plan's length, which bounds the other: one that depends on the documents."""
+        if in_full:
+            return known
+        try:
+            return torch.library.get_ctx().new_dynamic_size(min=1)
+        except DynamicShapeError:
+            return known
 
-    # All sizes are the plan's: a length that is known as that of an argument alone is no number in a backward graph.
-    shapes = [(plan.q_blocks * BLOCK,), (plan.q_tokens,), (plan.k_blocks * BLOCK,), (plan.k_tokens,), (1, 1)]
-    shapes += fake_table(plan.q_blocks, plan.entries, plan.k_blocks, in_full)
-    shapes += fake_table(plan.k_blocks, plan.entries, plan.q_blocks, in_full)
-    shapes.append((size(plan.run_tiles + plan.q_blocks), BLOCK))
-    shapes.append((size(plan.bit_tiles + plan.q_blocks * plan.has_bits), BLOCK, BLOCK // 32))
-    return [tables[0].new_empty(shape) for shape in shapes]
+    def table(rows: int, longest: int) -> list[tuple]:
+        """Of a ``Table``. longest: the most blocks that a row may have."""
+        room = most_splits(longest)
+        col_idx, tile_idx, items, splits = map(size, (plan.entries, plan.entries, rows + room, max(2, room)))
+        work = [(1, items, WORK_FIELDS), (1, splits, SPLIT_FIELDS)]
+        return [(1, rows + 1), (1, rows, 2), (1, rows), (col_idx,), (tile_idx,), *work]
 
-
-def has_full_tables(device: torch.device) -> bool:
-    """Whether tables have the lengths of the plan, as kernels allocate them; else their lengths depend on the documents, which
-    tensors on the device meta do not know."""
-    return gather_rows.can_use_kernels(device) or device.type == "meta"
-
-
-def fake_size(known: int, in_full: bool) -> int | torch.SymInt:
-    """The plan's length, which bounds the other: one that depends on the documents."""
-    if in_full:
-        return known
-    try:
-        return torch.library.get_ctx().new_dynamic_size(min=1)
-    except DynamicShapeError:
-        return known
+    tables = *table(plan.q_blocks, plan.k_blocks), *table(plan.k_blocks, plan.q_blocks)
+    return [(1, 1), *tables, (size(plan.run_tiles), BLOCK), (size(plan.bit_tiles), BLOCK, BLOCK // 32)]
 
 
-def fake_table(rows: int, entries: int, longest: int, in_full: bool) -> list[tuple]:
-    """The shapes of a ``Table`` of one mask. longest: the most blocks that a row may have."""
-    room = most_splits(longest)
-    col_idx, tile_idx, items, splits = (fake_size(known, in_full) for known in (entries, entries, rows + room, max(2, room)))
-    work = [(1, items, WORK_FIELDS), (1, splits, SPLIT_FIELDS)]
-    return [(1, rows + 1), (1, rows, 2), (1, rows), (col_idx,), (tile_idx,), *work]
-
-
-def _pack_on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
-    """``_pack`` using kernels."""
+def _pack_on_device(tables, q_starts, k_starts, plan: PackPlan) -> list[torch.Tensor]:
+    """tables, plan: from ``_make_plan``. Returns the tensors of both axes, and those of the mask."""
     from ..kernels.packed.repack import fill_rows, find_rows
 
-    long, before, shares_documents = _long_mask(tables, plan), plan.blocks_before_keys, bool(plan.shares_documents)
+    long, before, shares_documents = _long_mask(tables, plan), plan.before, bool(plan.shares_documents)
     tiles = long.tiles
-    roomy = [_extend_tiles(tiles[0], plan.q_blocks), _extend_tiles(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
+    roomy = [_extend_tiles(tiles[0], plan.run_tiles), _extend_tiles(tiles[1], plan.bit_tiles)]
     layout = lay_out_documents(q_starts, k_starts, plan)
     with current_device(q_starts.device):
         axes: list[Axis] = []
@@ -277,10 +283,10 @@ def lay_out_documents(q_starts: torch.Tensor, k_starts: torch.Tensor, plan) -> t
         return lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, *longest, BLOCK, bool(plan.shares_documents))
 
 
-def _long_mask(tables: list[torch.Tensor], plan: RepackPlan) -> BlockMask:
+def _long_mask(tables: list[torch.Tensor], plan: PackPlan) -> BlockMask:
     """The mask of the long document."""
-    k_blocks = next_power_of_two(-(-plan.k_longest // BLOCK))
-    return BlockMask.from_tensors((plan.blocks_before_keys + k_blocks) * BLOCK, k_blocks * BLOCK, BLOCK, tables)
+    k_blocks, before = long_blocks(plan.q_longest, plan.k_longest, bool(plan.shares_documents))
+    return BlockMask.from_tensors((before + k_blocks) * BLOCK, k_blocks * BLOCK, BLOCK, tables)
 
 
 def _empty_axis(tokens: int, blocks: int, device) -> Axis:
@@ -288,16 +294,17 @@ def _empty_axis(tokens: int, blocks: int, device) -> Axis:
     return Axis(token_of_row, torch.full((tokens,), -1, dtype=torch.int32, device=device))
 
 
-def _extend_tiles(tiles: torch.Tensor, more: int) -> torch.Tensor:
-    roomy = tiles.new_empty((len(tiles) + more, *tiles.shape[1:]))
+def _extend_tiles(tiles: torch.Tensor, capacity: int) -> torch.Tensor:
+    if len(tiles) == capacity:
+        return tiles
+    roomy = tiles.new_empty((capacity, *tiles.shape[1:]))
     roomy[: len(tiles)].copy_(tiles)
     return roomy
 
 
-def _pack_on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
-    """``_pack`` using NumPy: the reference for the kernels."""
-    q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
-    k_start, k_len = (q_start, q_len) if plan.shares_documents else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
+def _pack_on_host(tables, q_starts, k_starts, plan: PackPlan) -> list[torch.Tensor]:
+    """The same as ``_pack_on_device``, whose reference it is, using NumPy."""
+    (q_start, q_len), (k_start, k_len) = documents_on_host(q_starts, k_starts, plan)
     skipped = np.where(q_len > 0, (k_len - q_len) % BLOCK, 0)
     q_blocks, k_blocks = -(-(skipped + q_len) // BLOCK), -(-k_len // BLOCK)
     q_first, k_first = (np.cumsum(blocks) - blocks for blocks in (q_blocks, k_blocks))
@@ -311,10 +318,14 @@ def _pack_on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Te
     return [*q_axis, *k_axis, *mask.tensors()]
 
 
-def documents_on_host(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """(first token, tokens) of each document, clipped so that documents neither overlap nor exceed the tokens."""
-    bounds = np.maximum.accumulate(np.clip(cu_seqlens.cpu().numpy().astype(np.int64), 0, tokens))
-    return bounds[:-1], np.minimum(np.diff(bounds), longest)
+def documents_on_host(q_starts, k_starts, plan: PackPlan) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(first token, tokens) of each document of queries and of keys, clipped so that documents neither overlap nor exceed the
+    tokens."""
+    sides = []
+    for starts, tokens, longest in (q_starts, plan.q_tokens, plan.q_longest), (k_starts, plan.k_tokens, plan.k_longest):
+        bounds = np.maximum.accumulate(np.clip(starts.cpu().numpy().astype(np.int64), 0, tokens))
+        sides.append((bounds[:-1], np.minimum(np.diff(bounds), longest)))
+    return sides
 
 
 def _axis(tokens: int, blocks: int, start, length, first_row, device) -> Axis:
@@ -348,3 +359,6 @@ def _documents_entries(long: BlockMask, q_first, q_blocks, k_first, k_blocks, k_
     numbers = numbers[which.reshape(-1)]
     some = numbers != EMPTY_TILE
     return Entries(rows[some], cols[some], numbers[some]), pool
+
+
+_pack = table_operator("pack_documents", _pack_on_device, _pack_on_host, axes=True)

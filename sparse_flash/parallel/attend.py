@@ -16,13 +16,15 @@ from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask
 from ..selection.block_selection import BlockSelection
 from ..variant.definition import with_sinks
+from ..variant.variant import Variant
 from .calls import table_and_variant
 from .exchange import all_to_all, attend_blocks
 from .routes import LocalMask, Route
 from .sharding import TokenShards
 
-# (q, k) -> the blocks of keys that each query attends to
-BlockChoice: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection | BlockMask]
+# The blocks of keys that each query attends to, or a function of (q, k) that chooses them.
+Selected: TypeAlias = BlockSelection | BlockMask
+Select: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Selected] | Selected
 
 
 class BlockAttention:
@@ -30,18 +32,16 @@ class BlockAttention:
 
     def __init__(self, route: Route, device: torch.device):
         self.route, self._handle = route, route.handle()
-        self._block_size = route.block_size
         # The compiler reads only its length. Lengths below two would be constants to it.
         self._columns = torch.zeros(max(2, route.traffic.received), dtype=torch.int8, device=device)
         mark_lengths_dynamic(self._columns, 0)
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse). call: of the rank's tokens, without a mask; its variant has at most dropout."""
-        dropout = call.variant
-        of_dropout = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.batch_heads, dropout.dropout_p)
-        seed, batch_heads, dropout_p = of_dropout
-        settings = self._handle, seed, batch_heads, call.scale, call.deterministic, call.backend, dropout_p
-        out, lse, _ = attend_blocks(call.q, call.k, call.v, self._columns, self._block_size, *settings)
+        dropout = call.variant or Variant()
+        of_call = call.scale, call.deterministic, call.backend
+        settings = self._handle, dropout.seed, dropout.batch_heads, *of_call, dropout.dropout_p
+        out, lse, _ = attend_blocks(call.q, call.k, call.v, self._columns, self.route.block_size, *settings)
         return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, None)
 
 
@@ -58,9 +58,7 @@ class HeadAttention:
         same_order = np.array_equal(shards.all_positions.ravel(), np.arange(shards.q_len))
         self.order = None if same_order else shards._inverse
 
-    def attend(
-        self, call: AttentionCall, select: BlockChoice | BlockSelection | BlockMask | None, return_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, call: AttentionCall, select: Select | None, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns as ``BlockAttention.attend``; lse only if asked, as it takes an exchange. select: replaces the mask."""
         q, k, v = exchange_tokens_for_heads([call.q, call.k, call.v], self._ranks, self._peers)
         sinks = None if call.sinks is None else torch.unflatten(call.sinks, 0, (self._ranks, -1))[self._rank]
@@ -69,9 +67,7 @@ class HeadAttention:
         out = exchange_heads_for_tokens(out, self._ranks, self._peers)
         return out, exchange_heads_for_tokens(lse[..., None], self._ranks, self._peers)[..., 0] if return_lse else None
 
-    def _attend_selected(
-        self, call: AttentionCall, select: BlockChoice | BlockSelection | BlockMask
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_selected(self, call: AttentionCall, select: Select) -> tuple[torch.Tensor, torch.Tensor]:
         """Attends in the sequence's order, without padding."""
         order = self.order
         if order is None:
@@ -104,9 +100,7 @@ def exchange_heads_for_tokens(x: torch.Tensor, ranks: int, handle: torch.Tensor)
     return all_to_all(parts, handle).flatten(0, 1).transpose(0, 1)
 
 
-def resolve_select(
-    select: BlockChoice | BlockSelection | BlockMask, q: torch.Tensor, k: torch.Tensor
-) -> BlockSelection | BlockMask:
+def resolve_select(select: Select, q: torch.Tensor, k: torch.Tensor) -> Selected:
     chosen = select(q, k) if callable(select) else select
     if not isinstance(chosen, (BlockSelection, BlockMask)):
         raise TypeError(
@@ -116,7 +110,7 @@ def resolve_select(
     return chosen
 
 
-def _attend_all_tokens(call: AttentionCall, mask: LocalMask | BlockSelection | BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_all_tokens(call: AttentionCall, mask: LocalMask | Selected) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) on a rank that has all tokens of its heads."""
     given = mask.mask if isinstance(mask, LocalMask) else mask
     if call.variant is None:

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from ..kernels.hopper.backward import JointBackward
 
 Addends = tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _KeyValues = tuple[torch.Tensor, torch.Tensor]
 _Keys = tuple[torch.Tensor, torch.Tensor, BlockMask | None]
 
 
-class RowResults(NamedTuple):
-    """Holds the inputs of a backward pass that belong to query rows. dlse: None if nothing depends on lse."""
+class QueryRows(NamedTuple):
+    """Holds the inputs of a backward pass that belong to queries. dlse: None if nothing depends on lse."""
 
+    q: torch.Tensor
     dout: torch.Tensor
     dlse: torch.Tensor | None
     out: torch.Tensor
@@ -48,58 +50,51 @@ class PartialAttention(NamedTuple):
         run, table, variant = self._prepare_call(q, k, v, mask)
         return run.forward(q, k, v, table, self.scale, self.deterministic, variant)
 
-    def backward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: RowResults, mask: LocalMask
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns (dq, dk, dv) from the pairs of the mask. results: out and lse over all columns, as the probabilities need the
+    def backward(self, rows: QueryRows, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> Gradients:
+        """Returns (dq, dk, dv) from the pairs of the mask. rows: with out and lse over all columns, as the probabilities need the
         whole lse."""
+        q, dout, dlse, out, lse = rows
         run, table, variant = self._prepare_call(q, k, v, mask)
-        dout, dlse, out, lse = results
         return run.backward(dout, dlse, q, k, v, out, lse, table, self.scale, self.deterministic, variant)
 
     def backward_in_two_calls(
-        self,
-        q: torch.Tensor,
-        own: _KeyValues,
-        fetched: torch.Tensor,
-        results: RowResults,
-        calls: TwoCalls,
-        message: Message,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], PendingExchange]:
+        self, rows: QueryRows, own: _KeyValues, fetched: torch.Tensor, calls: TwoCalls, message: Message
+    ) -> tuple[Gradients, PendingExchange]:
         """Returns ((dq, dk, dv) of the rank's tokens, the gradients of the blocks that the rank sent, on their way). The call on
         own columns overlaps their exchange. own: k and v. message: for the gradients of fetched blocks."""
-        others = unpack(fetched, q.shape[3])
-        joined = self.join_calls(q, own, others, results, calls)
+        head_dim = rows.q.shape[3]
+        others = unpack(fetched, head_dim)
+        joined = self.join_calls(rows, own, others, calls)
         if joined is not None:
             joint, own_keys, other_keys = joined
-            with current_device(q.device):
-                joint.add_keys(*other_keys, unpack(message.pieces, q.shape[3]))
+            with current_device(fetched.device):
+                joint.add_keys(*other_keys, unpack(message.pieces, head_dim))
                 sent = message.send()
                 sent.wait_for_start()
                 dk, dv = joint.add_keys(*own_keys)
                 return (joint.round_dq(), dk, dv), sent
         partial_dq = None
         if calls.far is not None:
-            partial_dq, dk, dv = self.backward(q, *others, results, calls.far)
+            partial_dq, dk, dv = self.backward(rows, *others, calls.far)
             pack(dk, dv, message.pieces)
         sent = message.send()
         sent.wait_for_start()
-        dq, dk, dv = self.backward(q, *own, results, calls.near)
+        dq, dk, dv = self.backward(rows, *own, calls.near)
         return (dq if partial_dq is None else dq.add_(partial_dq), dk, dv), sent
 
     def join_calls(
-        self, q: torch.Tensor, own: _KeyValues, others: _KeyValues, results: RowResults, calls: TwoCalls
+        self, rows: QueryRows, own: _KeyValues, others: _KeyValues, calls: TwoCalls
     ) -> tuple[JointBackward, _Keys, _Keys] | None:
         """Returns two backward calls of Hopper's kernels that share their rows and dq, and the keys to add: own ones, others. None
         if the calls must be separate."""
         if calls.far is None or self.dropout is not None or self.deterministic:
             return None
-        own_backend, own_mask, _ = self._prepare_call(q, *own, calls.near)
-        backend, mask, _ = self._prepare_call(q, *others, calls.far)
+        own_backend, own_mask, _ = self._prepare_call(rows.q, *own, calls.near)
+        backend, mask, _ = self._prepare_call(rows.q, *others, calls.far)
         if not own_backend is backend is hopper:
             return None
         keys = (*own, own_mask), (*others, mask)
-        joint = hopper.joint_backward(results.dout, results.dlse, q, results.out, results.lse, keys, self.scale)
+        joint = hopper.joint_backward(rows.dout, rows.dlse, rows.q, rows.out, rows.lse, keys, self.scale)
         return None if joint is None else (joint, *keys)
 
     def _prepare_call(

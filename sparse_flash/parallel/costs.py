@@ -19,12 +19,14 @@ LINK_RATE = 255e9  # bytes per second that a rank receives
 
 @dataclass(frozen=True)
 class SequenceSizes:
-    """Holds the sizes of one sequence. q_len, block_size: tokens. heads: of queries. kv_heads: of keys and values."""
+    """Holds the sizes of one sequence. q_len, block_size: tokens. heads: of queries. kv_heads: of keys and values. link_rate: bytes
+    per second that a rank receives."""
 
     q_len: int
     block_size: int
     heads: int
     kv_heads: int
+    link_rate: float = LINK_RATE
 
     @property
     def block_bytes(self) -> int:
@@ -32,16 +34,9 @@ class SequenceSizes:
         return self.block_size * self.kv_heads * 2 * HEAD_DIM * ELEMENT_BYTES
 
 
-def forward_seconds(rows: float, blocks: float, received: float, sizes: SequenceSizes, link_rate: float) -> float:
-    """Returns the seconds of a rank's forward pass that first computes, then receives, with no overlap.
-
-    rows, blocks: block rows and visited blocks, summed over heads. received: bytes. link_rate: bytes per second.
-    """
-    return pass_seconds(False, rows, blocks, sizes) + received / link_rate
-
-
 def pass_seconds(backward: bool, rows: float, blocks: float, sizes: SequenceSizes) -> float:
-    """Returns the seconds of a pass of a call. All blocks count as full."""
+    """Returns the seconds of a pass of a call. rows, blocks: block rows and visited blocks, summed over heads. All blocks count as
+    full."""
     size = sizes.block_size / BLOCK  # kernels rarely run smaller ones (``masks/coarsen``)
     return 1e-6 * row_us(backward, BLOCK, rows * size, blocks * size**2)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..masks.block_mask import BlockMask
 from .assignment import Assignment
-from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, SequenceSizes, copy_seconds, forward_seconds, pass_seconds
+from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, SequenceSizes, copy_seconds, pass_seconds
 
 # docs/performance/several-gpus.md, "The rates behind the estimates", has the runs that these were fitted to.
 # An exchange slows a call that it overlaps. The cost is a share of the time in which both run.
@@ -48,7 +48,7 @@ class StrategyCosts(NamedTuple):
     balance: float
 
 
-def block_times(option: Assignment, sizes: SequenceSizes, link_rate: float) -> tuple[CallTimes, CallTimes]:
+def block_times(option: Assignment, sizes: SequenceSizes) -> tuple[CallTimes, CallTimes]:
     """Returns the times of ranks: (forward pass, backward pass). Exchanges of shared rows are not included."""
     row, col, blocks = option.visits.pairs
     same = option.owner[row] == option.owner[col]
@@ -57,7 +57,7 @@ def block_times(option: Assignment, sizes: SequenceSizes, link_rate: float) -> t
     own_visits, other_visits = (own + option.visited_by_shared_rows) * sizes.heads, (option.visited - own) * sizes.heads
     received, visiting_rows, held = option.received, option.visiting_rows, option.blocks.shape[1]
     # In the backward pass gradients travel instead of blocks. The estimate assumes that a rank sends as many blocks as it gets.
-    travel = received * sizes.block_bytes / link_rate
+    travel = received * sizes.block_bytes / sizes.link_rate
     # One call needs all blocks in one tensor, so own and fetched blocks are copied into it, and gradients out of it. In a forward
     # pass the exchange hides the copy of own blocks. Two calls copy only the gradients of fetched blocks.
     copy_block, rows = copy_seconds(sizes.block_bytes), held * sizes.heads
@@ -87,7 +87,7 @@ def _overlapped_seconds(call: np.ndarray, travel: np.ndarray) -> np.ndarray:
     return np.maximum(call, travel) + _COST_OF_HIDING * np.minimum(call, travel)
 
 
-def block_costs(option: Assignment, sizes: SequenceSizes, link_rate: float) -> StrategyCosts:
+def block_costs(option: Assignment, sizes: SequenceSizes) -> StrategyCosts:
     """Returns the costs of fetching blocks. If the option's visits leave shared rows out, their queries are included here."""
     queries = np.zeros(option.ranks)  # bytes
     if option.visits.shared is not None:
@@ -97,13 +97,13 @@ def block_costs(option: Assignment, sizes: SequenceSizes, link_rate: float) -> S
         results = (option.ranks - 1) * own * (token_bytes + sizes.heads * LSE_BYTES)
         queries = sizes.block_size * ((own.sum() - own) * token_bytes + results)
     # The slowest rank need be neither the rank with the most work nor the rank that gets most, so each rank is estimated.
-    forward, _ = block_times(option, sizes, link_rate)
-    seconds = min(float((of_ranks + queries / link_rate).max()) for of_ranks in forward)
+    forward, _ = block_times(option, sizes)
+    seconds = min(float((of_ranks + queries / sizes.link_rate).max()) for of_ranks in forward)
     received = option.received * float(sizes.block_bytes) + queries
     return StrategyCosts(seconds, float(received.max()), _balance(option.visited + option.visited_by_shared_rows))
 
 
-def head_costs(mask: BlockMask, own_blocks: int, sizes: SequenceSizes, ranks: int, link_rate: float) -> StrategyCosts:
+def head_costs(mask: BlockMask, own_blocks: int, sizes: SequenceSizes, ranks: int) -> StrategyCosts:
     """Returns the costs of exchanging heads. own_blocks: of a rank, padding included."""
     visited = np.diff(mask.mask_bounds(), prepend=0).astype(np.float64)
     by_head = np.broadcast_to(visited[mask.mask_index.numpy()].mean(0), sizes.heads)
@@ -111,13 +111,13 @@ def head_costs(mask: BlockMask, own_blocks: int, sizes: SequenceSizes, ranks: in
     # A rank copies its q, k, v and out to send them. Its own heads' share does not travel.
     copied = own_blocks * sizes.block_bytes * (1 + sizes.heads / sizes.kv_heads)
     received = copied * (ranks - 1) / ranks
-    seconds = forward_seconds(own_blocks * sizes.heads, work.max(), received, sizes, link_rate) + copy_seconds(copied)
-    return StrategyCosts(seconds, received, _balance(work))
+    seconds = pass_seconds(False, own_blocks * sizes.heads, work.max(), sizes) + received / sizes.link_rate
+    return StrategyCosts(seconds + copy_seconds(copied), received, _balance(work))
 
 
-def visits_per_fetch(sizes: SequenceSizes, link_rate: float) -> float:
+def visits_per_fetch(sizes: SequenceSizes) -> float:
     """Returns how many blocks a rank visits, the mean over heads, in the time in which it gets one."""
-    return sizes.block_bytes / link_rate / forward_seconds(0, sizes.heads, 0, sizes, link_rate)
+    return sizes.block_bytes / sizes.link_rate / pass_seconds(False, 0, sizes.heads, sizes)
 
 
 def _balance(work: np.ndarray) -> float:

@@ -17,9 +17,9 @@ from .. import backends
 from ..compat.names import operator_name
 from ..dispatch.operators import prepare_upstream, refuse_second_derivatives
 from ..variant.variant import Variant
-from .calls import PartialAttention, RowResults, add_blocks, merge
+from .calls import Gradients, PartialAttention, QueryRows, add_blocks, merge
 from .queries import attend_queries, differentiate_queries, merge_shared_rows, send_queries, send_results, write_query_gradients
-from .routes import OneCall, Peers, Route, TwoCalls
+from .routes import LocalMask, Peers, Route, TwoCalls
 from .transfer import (
     Message,
     PendingExchange,
@@ -31,8 +31,6 @@ from .transfer import (
     split_packed,
     unpack,
 )
-
-_Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Settings(NamedTuple):
@@ -56,17 +54,13 @@ class _Settings(NamedTuple):
 
 
 _TENSORS = 3  # settings that are tensors, the first ones
-_SCHEMA = (
-    "Tensor handle, Tensor? seed, Tensor? batch_heads, "
-    "float? scale, bool deterministic, str backend, float dropout_p) -> (Tensor, Tensor, Tensor)"
-)
+_NUMBERS = "float? scale, bool deterministic, str backend, float dropout_p"
+_SETTINGS = f"Tensor handle, Tensor? seed, Tensor? batch_heads, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor columns, SymInt block_size, {_SETTINGS}"
+_BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor buffer, Tensor out, Tensor lse, {_SETTINGS}"
 
 
-@torch.library.custom_op(
-    operator_name("context_attention"),
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor columns, SymInt block_size, {_SCHEMA}",
-)
+@torch.library.custom_op(operator_name("context_attention"), mutates_args=(), schema=_FORWARD)
 def attend_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,8 +85,8 @@ def attend_blocks(
         space = pack_with_space(k, v, route.traffic.received, block_size)
     partial = attend_queries(queries, k, v, run, shared, route) if shared and queries else None
     fetched = fetching.wait()
-    if isinstance(calls, OneCall):
-        out, lse = run.forward(q, *append_fetched(k, v, fetched, space), calls.mask)
+    if isinstance(calls, LocalMask):
+        out, lse = run.forward(q, *append_fetched(k, v, fetched, space), calls)
     elif calls.far is not None:
         merge(out, lse, run.forward(q, *unpack(fetched, k.shape[3]), calls.far))
     if shared and partial:
@@ -108,41 +102,28 @@ def _(
     return backends.empty_out(q, v.shape[3]), lse, empty_blocks(k, v, columns.shape[0], block_size)
 
 
-@torch.library.custom_op(
-    operator_name("context_attention_backward"),
-    mutates_args=(),
-    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor buffer, Tensor out, Tensor lse, " + _SCHEMA,
-)
-def _backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    buffer: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *given: Any,
-) -> _Gradients:
-    """Returns (dq, dk, dv) of the rank's tokens. given: ``_Settings``."""
-    settings, results = _Settings(*given), RowResults(dout, dlse, out, lse)
+@torch.library.custom_op(operator_name("context_attention_backward"), mutates_args=(), schema=_BACKWARD)
+def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> Gradients:
+    """Returns (dq, dk, dv) of the rank's tokens. saved: as ``_save_tensors`` saves it, then the settings that are no tensors."""
+    q, k, v, buffer, out, lse, *given = saved
+    settings, rows = _Settings(*given), QueryRows(q, dout, dlse, out, lse)
     run, route = settings.partial_attention(q), Route.from_handle(settings.handle)
     shared, calls = route.shared, route.backward
     # All ranks start their exchanges in this order, whatever they compute in between.
-    shared_results = send_results(q, results, shared, route) if shared else None
+    shared_results = send_results(rows, shared, route) if shared else None
     fetched, tokens = buffer[: route.traffic.received], k.shape[2]
     # One call allocates the message after its workspace is freed.
     allocate = partial(Message.allocate, buffer, route.traffic.reverse, buffer.shape[1:], route)
     if isinstance(calls, TwoCalls):
-        (dq, dk, dv), returning = run.backward_in_two_calls(q, (k, v), fetched, results, calls, allocate())
+        (dq, dk, dv), returning = run.backward_in_two_calls(rows, (k, v), fetched, calls, allocate())
     else:
-        dq, all_dk, all_dv = run.backward(q, *append_fetched(k, v, fetched), results, calls.mask)
+        dq, all_dk, all_dv = run.backward(rows, *append_fetched(k, v, fetched), calls)
         message = allocate()
         pack(all_dk[:, :, tokens:], all_dv[:, :, tokens:], message.pieces)
         returning = message.send()
         dk, dv = (torch.empty_like(t).copy_(whole[:, :, :tokens]) for t, whole in ((k, all_dk), (v, all_dv)))
     if shared and shared_results:
-        partial_dq, shared_dk, shared_dv = differentiate_queries(shared_results, q.shape[3], k, v, run, shared, route)
+        partial_dq, shared_dk, shared_dv = differentiate_queries(shared_results, k, v, run, shared, route)
         dk.add_(shared_dk)
         dv.add_(shared_dv)
         write_query_gradients(dq, partial_dq, shared)
@@ -153,7 +134,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> _Gradients:
+def _(dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Gradients:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -173,20 +154,6 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
 
 attend_blocks.register_autograd(_differentiate, setup_context=_save_tensors)
 _backward.register_autograd(refuse_second_derivatives)
-
-
-@torch.library.custom_op(operator_name("seed_of_first_rank"), mutates_args=())
-def seed_of_first_rank(seed: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Returns the first rank's seed on every rank. It is an operator of its own, so checkpointing keeps or recomputes the seed as
-    it does on one rank."""
-    seed = seed.clone()
-    dist.broadcast(seed, group=Peers.from_handle(handle).group, group_src=0)
-    return seed
-
-
-@seed_of_first_rank.register_fake
-def _(seed: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(seed)
 
 
 @torch.library.custom_op(operator_name("all_to_all"), mutates_args=())

@@ -18,13 +18,12 @@ from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
 from ..masks.parsing import parse
 from ..masks.pattern import And, Pattern
 from ..patterns import documents
-from ..selection.block_selection import BlockSelection
 from ..variant.variant import Variant, build_variant
 from .agreement import check_agreement
-from .attend import BlockAttention, BlockChoice, HeadAttention, resolve_select
+from .attend import BlockAttention, HeadAttention, Select, resolve_select
 from .choice import Strategy
 from .costs import LINK_RATE
-from .exchange import seed_of_first_rank
+from .exchange import all_to_all
 from .planning import PlanKeywords, PlannedSequence, PlanOptions, plan_sequence, to_square_mask
 from .routes import BlockExchange, Overlap, Peers, Route
 from .sharding import TokenShards, group_of
@@ -106,8 +105,8 @@ def context_parallel(
     return plans if isinstance(mask, (list, tuple)) else plans[0]
 
 
-def plans_of(numbers: PlannedSequence, options: PlanOptions, mesh: DeviceMesh, cu_seqlens: tuple[int, ...] = (0,)) -> ContextPlans:
-    """Makes a plan for each layer. cu_seqlens: the bounds of documents; one document by default."""
+def plans_of(numbers: PlannedSequence, options: PlanOptions, mesh: DeviceMesh, cu_seqlens: tuple[int, ...]) -> ContextPlans:
+    """Makes a plan for each layer. cu_seqlens: the bounds of documents."""
     positions = numbers.owners.positions(numbers.sizes.q_len, numbers.sizes.block_size)
     device = torch.empty(0, device=mesh.device_type).device
     shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device)
@@ -164,7 +163,7 @@ class ContextPlan(TokenShards):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        select: BlockChoice | BlockSelection | BlockMask | None = None,
+        select: Select | None = None,
         scale: float | None = None,
         dropout_p: float = 0.0,
         sinks: torch.Tensor | None = None,
@@ -235,7 +234,8 @@ class ContextPlan(TokenShards):
             batch, heads = q.shape[:2]
             by_rank = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self.ranks, -1)
             batch_heads = by_rank[:, self.rank].contiguous()
-        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._peers), batch_heads=batch_heads)
+        seeds = all_to_all(drawn.seed.expand(self.ranks, -1), self._peers)  # by an operator, which checkpointing keeps or repeats
+        return replace(drawn, seed=seeds[0], batch_heads=batch_heads)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_tensors(q, k, v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Unpack, cast
@@ -29,7 +30,7 @@ _SHORT_DOCUMENT = 1024  # tokens
 _Made = tuple[Agreement, Callable[[], ContextPlan | ContextPlans] | None]
 
 
-class ContextParallel:
+class ContextParallel(AbstractContextManager["ContextParallel"]):
     """Plans each list of packed documents in a thread, while the last step still runs.
 
         planner = sf.ContextParallel(mesh["cp"], "causal", q_len=131_072, heads=32, kv_heads=8)
@@ -122,9 +123,6 @@ class ContextParallel:
         """Ends the thread after it has planned all submitted documents."""
         self._closed = True
         self._thread.shutdown()
-
-    def __enter__(self) -> ContextParallel:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -11,10 +11,9 @@ from ..masks.block_mask import BlockMask, MaskLike
 from ..masks.cache import as_block_mask
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
-from .assignment import Owners, Visits, blocks_per_chunk
-from .choice import STRATEGIES, Strategy, choose_strategies
+from .assignment import Visits, blocks_per_chunk
+from .choice import STRATEGIES, Choice, Strategy, choose_strategies
 from .costs import LINK_RATE, SequenceSizes
-from .estimates import StrategyCosts
 from .routes import BlockExchange, LocalMask
 
 
@@ -85,24 +84,22 @@ class PlanOptions:
         heads = max(of_masks) if self.heads is None else self.heads
         if other := of_masks - {1, heads}:
             raise ValueError(f"mask must have 1 head or {heads}; got {min(other)}; pass heads= of the attention calls")
-        return SequenceSizes(masks[0].q_len, masks[0].block_size, heads, heads if self.kv_heads is None else self.kv_heads)
+        kv_heads = heads if self.kv_heads is None else self.kv_heads
+        return SequenceSizes(masks[0].q_len, masks[0].block_size, heads, kv_heads, self.link_rate)
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedSequence:
+class PlannedSequence(Choice):
     """Holds one rank's numbers of a plan, on the host.
 
-    layers: for each layer, the number of its mask. owners: of the tokens, the same for all masks. The other fields have an entry
-    for each mask. masks: of the whole sequence, on the CPU. costs: of the strategies that were estimated. local_masks: under
-    strategy "heads", the mask of all tokens in the order of ranks; on one rank, the mask itself; else the exchange of blocks.
+    layers: for each layer, the number of its mask. masks, local_masks: an entry for each mask. masks: of the whole sequence, on the
+    CPU. local_masks: under strategy "heads", the mask of all tokens in the order of ranks; on one rank, the mask itself; else the
+    exchange of blocks.
     """
 
     sizes: SequenceSizes
     layers: Sequence[int]
-    owners: Owners
     masks: tuple[BlockMask, ...]
-    strategies: tuple[Strategy, ...]
-    costs: tuple[dict[Strategy, StrategyCosts], ...]
     local_masks: tuple[BlockMask | LocalMask | BlockExchange, ...]
 
     @property
@@ -129,20 +126,19 @@ def plan_sequence(
     chunk_blocks = blocks_per_chunk(masks[0].grid.q_blocks, sizes.block_size, ranks)
     visits = [Visits.from_mask(mask, chunk_blocks) for mask in masks]
     counts = [list(layers).count(number) for number in range(len(masks))]
-    choice = choose_strategies(visits, counts, sizes, ranks, options.link_rate, allowed)
+    choice = choose_strategies(visits, counts, sizes, ranks, allowed)
 
     def localize(mask: BlockMask, fetching: Visits | None) -> BlockMask | LocalMask | BlockExchange:
         if ranks == 1:
             return mask
         if fetching is not None:
-            assignment = choice.owners.with_visits(fetching)
-            return BlockExchange.from_assignment(mask, assignment, rank, options.overlap, sizes, options.link_rate)
+            return BlockExchange.from_assignment(mask, choice.owners.with_visits(fetching), rank, options.overlap, sizes)
         order, index = choice.owners.blocks.flatten(), mask.mask_index
         of_rank = mask if index.shape[1] == 1 else replace(mask, mask_index=index.chunk(ranks, 1)[rank])
         return LocalMask.from_blocks(of_rank, order, order)
 
     local_masks = tuple(map(localize, masks, choice.visits))
-    return PlannedSequence(sizes, layers, choice.owners, tuple(masks), choice.strategies, choice.costs, local_masks)
+    return PlannedSequence(**vars(choice), sizes=sizes, layers=layers, masks=tuple(masks), local_masks=local_masks)
 
 
 def to_square_mask(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import torch
 
-from .calls import PartialAttention, RowResults
+from .calls import PartialAttention, QueryRows
 from .routes import Route, SharedRows
-from .transfer import Message, PendingExchange, as_blocks, as_tokens
+from .transfer import Message, PendingExchange, as_blocks, as_tokens, split_packed
+
+_Exchanges = tuple[PendingExchange, PendingExchange]
 
 
 def send_queries(q: torch.Tensor, shared: SharedRows, route: Route) -> PendingExchange:
@@ -17,16 +19,14 @@ def send_queries(q: torch.Tensor, shared: SharedRows, route: Route) -> PendingEx
 
 def attend_queries(
     q: PendingExchange, k: torch.Tensor, v: torch.Tensor, run: PartialAttention, shared: SharedRows, route: Route
-) -> tuple[PendingExchange, PendingExchange]:
+) -> _Exchanges:
     """Attends the queries that arrived to the rank's own columns, and sends the results to their owners. Partial results (out, lse)
     of the rank's own rows arrive."""
     out, lse = run.forward(as_tokens(q.wait()), k, v, shared.mask)
     return _return_to_owners(out, shared, route), _return_to_owners(lse[..., None], shared, route)
 
 
-def merge_shared_rows(
-    out: torch.Tensor, lse: torch.Tensor, partials: tuple[PendingExchange, PendingExchange], shared: SharedRows
-) -> None:
+def merge_shared_rows(out: torch.Tensor, lse: torch.Tensor, partials: _Exchanges, shared: SharedRows) -> None:
     """Merges the partial results of the rank's shared rows, and writes them to out and lse."""
     outs, logs = (partial.wait() for partial in partials)
     total = logs.logsumexp(0)
@@ -36,34 +36,27 @@ def merge_shared_rows(
     _write(lse[..., None], total, shared)
 
 
-def send_results(q: torch.Tensor, results: RowResults, shared: SharedRows, route: Route) -> tuple[PendingExchange, PendingExchange]:
+def send_results(rows: QueryRows, shared: SharedRows, route: Route) -> _Exchanges:
     """Sends to all ranks what the gradients of the rank's shared rows need: (q and dout, lse and delta - dlse of each query)."""
-    q_rows, dout, out = (_take_shared_rows(t, shared) for t in (q, results.dout, results.out))
-    lse = _take_shared_rows(results.lse[..., None], shared)
+    q, dout, out, lse = (_take_shared_rows(t, shared) for t in (rows.q, rows.dout, rows.out, rows.lse[..., None]))
     # The gradient of a score is p * (dp - delta), so out and dlse enter only through delta (arXiv:2307.08691, Alg. 2).
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
-    if results.dlse is not None:
-        delta -= _take_shared_rows(results.dlse[..., None], shared)
+    if rows.dlse is not None:
+        delta -= _take_shared_rows(rows.dlse[..., None], shared)
     # Back ends get delta as a gradient of lse. For a query that keeps nothing, 0 * dout may be NaN.
     delta.masked_fill_(lse.isneginf(), 0.0)
-    return _send_to_all(torch.cat([q_rows, dout], -1), shared, route), _send_to_all(torch.cat([lse, delta], -1), shared, route)
+    return _send_to_all(torch.cat([q, dout], -1), shared, route), _send_to_all(torch.cat([lse, delta], -1), shared, route)
 
 
 def differentiate_queries(
-    results: tuple[PendingExchange, PendingExchange],
-    head_dim: int,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    run: PartialAttention,
-    shared: SharedRows,
-    route: Route,
+    results: _Exchanges, k: torch.Tensor, v: torch.Tensor, run: PartialAttention, shared: SharedRows, route: Route
 ) -> tuple[PendingExchange, torch.Tensor, torch.Tensor]:
     """Returns (partial dq of the rank's shared rows, arriving; dk and dv of the rank's own columns from the shared rows of all
     ranks)."""
     packed, logs = (as_tokens(sent.wait()) for sent in results)
-    q, dout = packed[..., :head_dim], packed[..., head_dim:]
+    q, dout = split_packed(packed, k.shape[3])
     lse, delta = (t.contiguous() for t in logs.unbind(-1))
-    dq, dk, dv = run.backward(q, k, v, RowResults(dout, -delta, torch.zeros_like(dout), lse), shared.mask)
+    dq, dk, dv = run.backward(QueryRows(q, dout, -delta, torch.zeros_like(dout), lse), k, v, shared.mask)
     return _return_to_owners(dq, shared, route), dk, dv
 
 

@@ -81,14 +81,6 @@ class LocalMask(_Record):
 
 
 @dataclass(frozen=True, eq=False)
-class OneCall(_Record):
-    """Describes a pass in one call, after the exchange (forward) or before it (backward). mask: its rows are the rank's blocks, its
-    columns the rank's blocks and then the blocks that it gets."""
-
-    mask: LocalMask
-
-
-@dataclass(frozen=True, eq=False)
 class TwoCalls(_Record):
     """Describes a pass in two calls, one of which overlaps the exchange.
 
@@ -136,6 +128,8 @@ class BlockExchange(_Record):
     """Describes which blocks of keys and values a rank gets and sends, and its calls; on one device. Blocks are indices of the
     rank's blocks.
 
+    forward, backward: the calls of a pass. A mask: one call, after the exchange (forward) or before it (backward). Its rows are the
+    rank's blocks, its columns the rank's blocks and then the blocks that it gets.
     sent_blocks: (sent blocks,) int64, first the blocks for rank 0. A block that goes to several ranks is listed several times.
     message_blocks: the blocks of a message that all ranks read. traffic: how many blocks go from each rank to each.
     gradient_targets: (blocks,) int64, each block that goes out, once. gradient_sources: (first, positions), int64. The gradient of
@@ -145,8 +139,8 @@ class BlockExchange(_Record):
     """
 
     block_size: int
-    forward: OneCall | TwoCalls
-    backward: OneCall | TwoCalls
+    forward: LocalMask | TwoCalls
+    backward: LocalMask | TwoCalls
     sent_blocks: torch.Tensor
     message_blocks: torch.Tensor
     traffic: Traffic
@@ -160,7 +154,7 @@ class BlockExchange(_Record):
 
     @classmethod
     def from_assignment(
-        cls, mask: BlockMask, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes, link_rate: float
+        cls, mask: BlockMask, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes
     ) -> BlockExchange:
         """Returns a rank's exchange on the CPU, where the mask is. overlap: None takes one call or two, for each pass, by the
         estimate for the slowest rank, so all ranks make equally many calls."""
@@ -170,14 +164,11 @@ class BlockExchange(_Record):
         own, fetched = assignment.blocks[rank], np.concatenate([blocks[of_rank[rank]] for blocks, of_rank in outgoing])
         shared = assignment.visits.shared
         rows = own if shared is None else np.where(shared[own], -1, own)
-        if overlap is None:
-            overlaps = [times.overlaps for times in block_times(assignment, sizes, link_rate)]
-        else:
-            overlaps = [overlap, overlap]
+        overlaps = [times.overlaps if overlap is None else overlap for times in block_times(assignment, sizes)]
         # A table is built once, and only if a pass uses it.
-        calls: dict[bool, OneCall | TwoCalls] = {}
+        calls: dict[bool, LocalMask | TwoCalls] = {}
         if False in overlaps:
-            calls[False] = OneCall(LocalMask.from_blocks(mask, rows, np.concatenate([own, fetched])))
+            calls[False] = LocalMask.from_blocks(mask, rows, np.concatenate([own, fetched]))
         if True in overlaps:
             far = LocalMask.from_blocks(mask, rows, fetched) if len(fetched) else None
             calls[True] = TwoCalls(LocalMask.from_blocks(mask, rows, own), far)

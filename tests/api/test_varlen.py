@@ -248,7 +248,7 @@ def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
     ]
     sizes = sides[0][1:] + sides[1][1:]
     plan, constants = in_place._make_plan("full" if pattern == "none" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
-    plan = in_place.InPlacePlan(*plan)
+    plan = repack.PackPlan(*plan)
     first, stop = in_place._packed_runs(constants[0].numpy(), sides[0].cu_seqlens, sides[1].cu_seqlens, plan)
     blocks = [slice(low, low + 128) for low in range(0, tokens[0], 128)]
     touched = full = 0
@@ -258,7 +258,7 @@ def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
             touched += -(-stop[block].max() // 128) - first[block][some].min() // 128
             if some.all() and len(some) == 128:
                 full += max(0, stop[block].min() // 128 + -first[block].max() // 128)
-    assert touched <= plan.entries and touched - full <= plan.tiles
+    assert touched <= plan.entries and touched - full <= plan.run_tiles
 
 
 def assert_well_formed(mask):
@@ -395,7 +395,7 @@ def test_sizes_of_packed_tables_are_plain_numbers_where_those_of_their_arguments
     # Inductor cannot compile a backward pass that is given a size and not the symbol that it is made of.
     monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: True)
     pattern = sf.parse("causal & (local(9) | sinks(3))")
-    plan, tables = repack._make_plan(pattern, 1000, 400, 1000, 400, 8, True, torch.device("cpu"))
+    plan, tables = repack._make_plan(pattern, 1000, 400, 1000, 400, True, 8, torch.device("cpu"))
     mode = FakeTensorMode(shape_env=ShapeEnv())
 
     def dynamic(tensor):

@@ -53,7 +53,7 @@ def test_the_columns_of_a_shared_row_are_divided_over_the_ranks_that_hold_them(n
     of_rows, of_shared = [], []
     for rank in range(ranks):
         exchange = plan_sequence([mask], [0], rank, ranks, options).local_masks[0]
-        of_rows.append(attended_by(exchange.forward.mask, wanted.shape))
+        of_rows.append(attended_by(exchange.forward, wanted.shape))
         of_shared.append(attended_by(exchange.shared.mask, wanted.shape))
     assert np.array_equal(sum(of_rows) + sum(of_shared), wanted), "every kept pair is attended once"
     shared = sum(of_shared).any((0, 2))
@@ -166,9 +166,9 @@ def test_all_ranks_make_as_many_calls():
     sizes, mask = SequenceSizes(1 << 16, 128, 8, 8), sf.compile_mask("causal & local(4096)", 1 << 16)
     visits = Visits.from_mask(mask, 8)
     assignment = candidates([visits], [1], 4)[0].with_visits(visits)
-    forward, _ = block_times(assignment, sizes, LINK_RATE)
+    forward, _ = block_times(assignment, sizes)
     assert (forward.two_calls < forward.one_call).tolist() == [False, True, True, True] and assignment.name == "contiguous"
-    exchanges = [BlockExchange.from_assignment(mask, assignment, rank, None, sizes, LINK_RATE) for rank in range(4)]
+    exchanges = [BlockExchange.from_assignment(mask, assignment, rank, None, sizes) for rank in range(4)]
     assert [exchange.overlap for exchange in exchanges] == [(True, True)] * 4
 
 
@@ -183,7 +183,7 @@ def test_one_assignment_serves_masks_of_several_layers_and_follows_those_that_mo
     visits = [Visits.from_mask(sf.compile_mask(text, tokens), 8) for text in ("causal & local(4096)", "causal")]
 
     def made(layers: list[int]):
-        return choose_strategies(visits, layers, SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE / 10, ["blocks"])
+        return choose_strategies(visits, layers, SequenceSizes(tokens, 128, 8, 8, LINK_RATE / 10), ranks, ["blocks"])
 
     assert made([1, 1]).owners.name == "zigzag"  # the dense layer would wait 1.9 times as long
     assert made([1000, 1]).owners.name == "contiguous"  # the others would get twice as much
@@ -194,5 +194,5 @@ def test_one_assignment_serves_masks_of_several_layers_and_follows_those_that_mo
 def test_each_mask_of_one_assignment_gets_the_strategy_that_suits_it():
     tokens, ranks = 1 << 18, 8
     visits = [Visits.from_mask(sf.compile_mask(text, tokens, progress=False), 8) for text in ("causal & local(4096)", "butterfly")]
-    both = choose_strategies(visits, [1, 1], SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE, ["blocks", "heads"])
+    both = choose_strategies(visits, [1, 1], SequenceSizes(tokens, 128, 8, 8), ranks, ["blocks", "heads"])
     assert both.strategies == ("blocks", "heads") and both.owners.name == "contiguous"

@@ -45,7 +45,7 @@ class Rank:
         out, lse = reference.forward(*exact, both, self.scale, False, None)
         dlse = torch.randn(lse.shape, generator=generator).double().to(DEVICE) if lse_gradient else None
         self.wanted = reference.backward(dout.double(), dlse, *exact, out, lse, both, self.scale, True, None)
-        self.results = calls.RowResults(dout, dlse if dlse is None else dlse.float(), out.half(), lse.float())
+        self.rows = calls.QueryRows(self.q, dout, dlse if dlse is None else dlse.float(), out.half(), lse.float())
         self.k, self.v = k[:, :, : 2 * BLOCK].clone(), v[:, :, : 2 * BLOCK].clone()
         self.fetched = transfer.empty_blocks(k, v, 2, BLOCK)
         transfer.pack(k[:, :, 2 * BLOCK :], v[:, :, 2 * BLOCK :], self.fetched)
@@ -56,9 +56,9 @@ class Rank:
         """(whether the calls have one sum of dQ, what is off by too much)"""
         run = calls.PartialAttention(self.scale, deterministic, "hopper")
         gradients, own, head_dim = torch.full_like(self.fetched, float("nan")), (self.k, self.v), self.q.shape[3]
-        joined = run.join_calls(self.q, own, transfer.unpack(self.fetched, head_dim), self.results, self.calls)
+        joined = run.join_calls(self.rows, own, transfer.unpack(self.fetched, head_dim), self.calls)
         message = SimpleNamespace(pieces=gradients, send=lambda: transfer.PendingExchange(gradients.clone()))
-        (dq, *of_own), sent = run.backward_in_two_calls(self.q, own, self.fetched, self.results, self.calls, message)
+        (dq, *of_own), sent = run.backward_in_two_calls(self.rows, own, self.fetched, self.calls, message)
         found = dq, *(torch.cat(pair, 2) for pair in zip(of_own, transfer.unpack(sent.received, head_dim), strict=True))
         off = {}
         for name, one, exact in zip(("dq", "dk", "dv"), found, self.wanted, strict=True):
@@ -91,5 +91,5 @@ def test_deterministic_calls_are_separate():
 
 def test_calls_are_separate_where_tma_cannot_address_a_tensor():
     rank = Rank("causal", 64, 64, 2, 1)
-    rank.results = rank.results._replace(dout=rank.results.dout.transpose(2, 3).contiguous().transpose(2, 3))
+    rank.rows = rank.rows._replace(dout=rank.rows.dout.transpose(2, 3).contiguous().transpose(2, 3))
     assert rank.backward() == (False, {})
