@@ -21,6 +21,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 import sparse_flash as sf
+from sparse_flash.backends import RowResults
 from sparse_flash.kernels.common.gluon import GluonASTSource
 from sparse_flash.kernels.launch.launch import FUSED, Recording
 from sparse_flash.kernels.selection import backward, decode, forward, hopper_backward, hopper_forward, lists
@@ -95,7 +96,7 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
         for module in MODULES:
             stack.enter_context(mock.patch.object(module, "launch", partial(report, case, known)))
         selection_triton.forward(q, k, k, selection, 1.0)
-        selection_triton.backward(q, None, q, k, k, q, lse, selection, 1.0)
+        selection_triton.backward(RowResults(q, None, q, lse), q, k, k, selection, 1.0)
         if always is None:
             masses = selection_triton.block_lse(q, k, selection, 1.0)
             selection_triton.block_lse_backward(masses, q, k, masses, selection, 1.0)
@@ -109,7 +110,7 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
             decode.selection_decode(q[:, :, :1], cache, cache, *newest, kv_lens=lens, block_table=pages)
         if block in selection_hopper.BLOCK_SIZES and dim in (64, 128):
             selection_hopper.forward(q, k, k, selection, 1.0)
-            selection_hopper.backward(q, None, q, k, k, q, lse, selection, 1.0)
+            selection_hopper.backward(RowResults(q, None, q, lse), q, k, k, selection, 1.0)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
+from sparse_flash.backends import RowResults
 from sparse_flash.choosers.built_in import Antidiagonal, Pooled, Sampled
 from sparse_flash.choosers.features import Content
 from sparse_flash.kernels.choosers import log_sums, rules
@@ -208,7 +209,7 @@ def selection_calls() -> None:
             selection = sf.BlockSelection(picks, q_len, kv_len, 64, always=always[q_len, kv_len] if beside else None)
             for parts_kernel, gathering in ((None, None), (selection_hopper_forward.picked_parts, selection_hopper_backward)):
                 selection_triton.forward(q, k, v, selection, 1.0, parts_kernel=parts_kernel)
-                selection_triton.backward(q, None, q, k, v, q, lse, selection, 1.0, gathering=gathering)
+                selection_triton.backward(RowResults(q, None, q, lse), q, k, v, selection, 1.0, gathering=gathering)
 
 
 def picked_decoding_calls() -> None:

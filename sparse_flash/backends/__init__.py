@@ -32,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -46,6 +47,15 @@ AUTOMATIC = ("hopper", "triton", "torch")
 NAMES = (*AUTOMATIC, "reference")
 E4M3 = torch.float8_e4m3fn  # of caches
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64  # here, as in functions ``torch`` is the back end
+
+
+class RowResults(NamedTuple):
+    """Holds the inputs of a backward pass that belong to query rows. dlse: None if nothing depends on lse."""
+
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 def zero_keyless_queries(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

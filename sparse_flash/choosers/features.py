@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..backends.torch import block_means
 from ..compat.pytorch import is_recorded
@@ -30,14 +31,14 @@ class Features:
     all exist.
     """
 
-    rows: torch.Tensor
-    columns: torch.Tensor
+    rows: Tensor
+    columns: Tensor
     span: int
     factor: float
     per_q_block: int
     per_kv_block: int
-    until: torch.Tensor
-    bounds: torch.Tensor | None = None
+    until: Tensor
+    bounds: Tensor | None = None
 
     @cached_property
     def row_count(self) -> int:
@@ -56,15 +57,15 @@ class Content(NamedTuple):
     Nonexistent tokens of q and k are 0.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
+    q: Tensor
+    k: Tensor
     grid: BlockGrid
     causal: bool
     scale: float
-    user_scores: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
-    ends: torch.Tensor | None = None
-    q_ends: torch.Tensor | None = None
+    user_scores: Tensor | None = None
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+    q_ends: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -96,7 +97,7 @@ class Content(NamedTuple):
         bounds = _bounds(self.starts, self.ends, None, 1, 1, self.grid)
         return Features(rows, self.k, 1, self.scale, count, size, self._seen_columns(1, count, 1), bounds)
 
-    def _seen_columns(self, tokens: int, sampled: int | None, width: int) -> torch.Tensor:
+    def _seen_columns(self, tokens: int, sampled: int | None, width: int) -> Tensor:
         """(rows,) int32: how many columns of ``width`` keys a row of ``tokens`` sees. sampled: how many queries stand for a block
         of queries, or None."""
         device = self.q.device
@@ -104,7 +105,7 @@ class Content(NamedTuple):
         return count(tokens, sampled, width, self.grid, self.causal, device)
 
 
-def _means(x: torch.Tensor, size: int, starts: torch.Tensor | None, ends: torch.Tensor | None) -> torch.Tensor:
+def _means(x: Tensor, size: int, starts: Tensor | None, ends: Tensor | None) -> Tensor:
     """The means of ``size`` tokens each. Tokens that do not exist are left out."""
     means = block_means(x, size)
     if starts is not None or ends is not None:
@@ -117,8 +118,8 @@ def _means(x: torch.Tensor, size: int, starts: torch.Tensor | None, ends: torch.
 
 
 def _bounds(
-    starts: torch.Tensor | None, ends: torch.Tensor | None, q_ends: torch.Tensor | None, width: int, height: int, grid: BlockGrid
-) -> torch.Tensor | None:
+    starts: Tensor | None, ends: Tensor | None, q_ends: Tensor | None, width: int, height: int, grid: BlockGrid
+) -> Tensor | None:
     """See ``Features``. width, height: tokens of a column and of a row. Without q_ends all rows exist."""
     given = next((one for one in (starts, ends, q_ends) if one is not None), None)
     if given is None:
@@ -129,7 +130,7 @@ def _bounds(
     return torch.stack([first, -(-stop // width), -(-row_stop // height)], 1).to(torch.int32)
 
 
-def sampled_rows(grid: BlockGrid, count: int, device: torch.device, q_ends: torch.Tensor | None = None) -> torch.Tensor:
+def sampled_rows(grid: BlockGrid, count: int, device: torch.device, q_ends: Tensor | None = None) -> Tensor:
     """(q_blocks * count,) int64: the queries that stand for each block, evenly spaced, its last one included. (batch, q_blocks *
     count) if q_ends says up to where each sequence has queries."""
     first = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size
@@ -140,9 +141,7 @@ def sampled_rows(grid: BlockGrid, count: int, device: torch.device, q_ends: torc
     return (first + (number * there + count - 1).div(count, rounding_mode="floor") - 1).flatten(-2)
 
 
-def _columns_seen(
-    tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device
-) -> torch.Tensor:
+def _columns_seen(tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device) -> Tensor:
     if sampled is not None:
         last = sampled_rows(grid, sampled, device)
     else:  # the last existing token of each group

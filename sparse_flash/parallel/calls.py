@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .. import backends
-from ..backends import hopper
+from ..backends import RowResults, hopper
 from ..backends import triton as triton_backend
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 Addends = tuple[torch.Tensor, torch.Tensor]
 _KeyValues = tuple[torch.Tensor, torch.Tensor]
 _Keys = tuple[torch.Tensor, torch.Tensor, BlockMask | None]
-
-
-class RowResults(NamedTuple):
-    """Holds the inputs of a backward pass that belong to query rows. dlse: None if nothing depends on lse."""
-
-    dout: torch.Tensor
-    dlse: torch.Tensor | None
-    out: torch.Tensor
-    lse: torch.Tensor
 
 
 class PartialAttention(NamedTuple):

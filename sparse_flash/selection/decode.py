@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..backends import E4M3, Call, cache_capacity, check_read_pages, compute_dtype, dequantized, empty_out, hopper, lse_to_subtract
 from ..backends import triton as triton_backend
@@ -30,16 +31,16 @@ def supports(name: str, call: Call) -> str | None:
 
 
 def decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     selection: BlockSelection,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
+    kv_lens: Tensor | None,
+    block_table: Tensor | None,
     scale: float,
     backend: str,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``. scales: of e4m3 keys and of
     e4m3 values."""
     picks, every = selection.picks, selection.every
@@ -51,22 +52,22 @@ def decode(
 
 
 def _decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    picks: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    picks: Tensor,
     block_size: int,
     every: int,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
+    kv_lens: Tensor | None,
+    block_table: Tensor | None,
     scale: float,
     by_kernel: bool,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     if not by_kernel:
         picks = _repeat_picks(picks, every, q.shape[2])
-        return decode_by_operations(q, k, v, picks, block_size, kv_lens, block_table, scale, k_scale, v_scale)
+        return decode_by_operations(q, k, v, picks, block_size, scale, kv_lens, block_table, k_scale, v_scale)
     from ..kernels.selection.decode import selection_decode
 
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
@@ -81,27 +82,20 @@ _decode_operator = torch.library.custom_op(operator_name("selected_attention_dec
 
 
 @_decode_operator.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
-def _repeat_picks(picks: torch.Tensor, every: int, q_len: int) -> torch.Tensor:
+def _repeat_picks(picks: Tensor, every: int, q_len: int) -> Tensor:
     return picks if every == 1 else picks.repeat_interleave(every, 2)[:, :, :q_len]
 
 
 def decode_by_operations(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    picks: torch.Tensor,
-    block_size: int,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in PyTorch operations. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice."""
+    q: Tensor, k: Tensor, v: Tensor, picks: Tensor, block_size: int, scale: float, *of_cache: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) in PyTorch operations. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice. of_cache:
+    kv_lens, block_table, k_scale, v_scale."""
+    kv_lens, block_table, k_scale, v_scale = of_cache
     heads, q_len, slots = picks.shape[1:]
     exact = compute_dtype(q)
     position = query_positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None]
@@ -130,20 +124,18 @@ def decode_by_operations(
     return out, lse
 
 
-def query_positions(q: torch.Tensor, capacity: int, kv_lens: torch.Tensor | None) -> torch.Tensor:
+def query_positions(q: Tensor, capacity: int, kv_lens: Tensor | None) -> Tensor:
     """(batch, q_len) int64 positions of the queries, the last ones of each sequence. kv_lens: None: ``capacity``."""
     last = torch.arange(q.shape[2], device=q.device) - q.shape[2]
     return last + resolve_lengths(len(q), capacity, kv_lens, q.device)[:, None]
 
 
-def resolve_lengths(batch: int, capacity: int, kv_lens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def resolve_lengths(batch: int, capacity: int, kv_lens: Tensor | None, device: torch.device) -> Tensor:
     """(batch,) int64."""
     return torch.full((batch,), capacity, device=device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
 
 
-def read_tokens(
-    x: torch.Tensor, token: torch.Tensor, read: torch.Tensor, heads: int, block_table: torch.Tensor | None
-) -> torch.Tensor:
+def read_tokens(x: Tensor, token: Tensor, read: Tensor, heads: int, block_table: Tensor | None) -> Tensor:
     """(batch, heads, n, head_dim): tokens of a cache, for so many heads, as many for each of its own; or (batch, heads, n) their
     scales. token: (batch, heads | 1, n), int64. read: like token, bool; what is taken for others is not used. Raises as
     ``check_pages`` does."""
