@@ -39,12 +39,11 @@ def main() -> None:
         q, k = (torch.zeros(1, heads, 1024, dim, dtype=torch.bfloat16) for heads in (32, 8))
         grid = BlockGrid(1024, 1024, chooser.block_size)
         of = chooser.compared_features(Content(q, k, grid, True, dim**-0.5))
-        numbers = of.span, of.factor, of.per_q_block, of.per_kv_block, grid.kv_blocks, 0, grid.q_blocks, False, False
         for by in (log_sums.log_sums, hopper_log_sums.log_sums):
             with contextlib.ExitStack() as stack:
                 for module in (log_sums, hopper_log_sums):
                     stack.enter_context(mock.patch.object(module, "launch", lambda *launched, case=case: report(case, *launched)))
-                log_sums.scores_of_blocks(of.rows, of.columns, of.until.int(), None, *numbers, by)
+                log_sums.scores_of_blocks(of, grid.kv_blocks, 0, grid.q_blocks, False, False, by)
 
 
 if __name__ == "__main__":

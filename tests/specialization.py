@@ -12,6 +12,7 @@ Run it as a separate process: kernels defined under TRITON_INTERPRET cannot be c
 import json
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from itertools import product
 from unittest import mock
 
@@ -184,12 +185,10 @@ def chooser_calls() -> None:
         grid = BlockGrid(q_len, kv_len, 64)
         bounds = torch.zeros(batch, 3, dtype=torch.int32) if causal else None
         for chooser in (Sampled(8, floor=0.1), Antidiagonal(8, floor=0.1), Pooled(floor=0.1)):
-            of = chooser.compared_features(Content(q, k, grid, causal, 1.0))
-            until = of.until.to(torch.int32)
-            numbers = of.span, of.factor, of.per_q_block, of.per_kv_block, grid.kv_blocks
+            of = replace(chooser.compared_features(Content(q, k, grid, causal, 1.0)), bounds=bounds)
             for low in {0, grid.q_blocks - 1}:
                 options = low, grid.q_blocks, causal, heads > kv_heads
-                scores = log_sums.scores_of_blocks(of.rows, of.columns, until, bounds, *numbers, *options)
+                scores = log_sums.scores_of_blocks(of, grid.kv_blocks, *options)
         words, counts = torch.zeros(grid.q_blocks, -(-grid.kv_blocks // 32), dtype=torch.int32), torch.zeros(grid.q_blocks).int()
         bits = torch.zeros(batch, heads, *words.shape, dtype=torch.int32)
         for rule in ("keep", "mass", "floor", "relative", "budget"):

@@ -76,12 +76,12 @@ class Content(NamedTuple):
         """The means of blocks of queries and of blocks of keys."""
         size = self.grid.block_size
         rows, columns = _means(self.q, size, None, self.q_ends), _means(self.k, size, self.starts, self.ends)
-        bounds = _bounds(self.starts, self.ends, self.q_ends, size, size, self.grid)
-        return Features(rows, columns, 1, self.scale, 1, 1, self._seen_columns(size, None, size), bounds)
+        seen, bounds = self._seen_columns(size, None, size), self._bounds(size, size, self.q_ends)
+        return Features(rows, columns, 1, self.scale, 1, 1, seen, bounds)
 
     def antidiagonals(self, stride: int) -> Features:
         """The tokens of each ``stride`` queries, in descending order, and of each ``stride`` keys."""
-        per_block, bounds = self.grid.block_size // stride, _bounds(self.starts, self.ends, self.q_ends, stride, stride, self.grid)
+        per_block, bounds = self.grid.block_size // stride, self._bounds(stride, stride, self.q_ends)
         seen = self._seen_columns(stride, None, stride)
         return Features(self.q, self.k, stride, self.scale / stride, per_block, per_block, seen, bounds)
 
@@ -94,8 +94,7 @@ class Content(NamedTuple):
             rows = q[:, :, step - 1 :: step]
         else:
             rows = q.index_select(2, sampled_rows(self.grid, count, q.device))
-        bounds = _bounds(self.starts, self.ends, None, 1, 1, self.grid)
-        return Features(rows, self.k, 1, self.scale, count, size, self._seen_columns(1, count, 1), bounds)
+        return Features(rows, self.k, 1, self.scale, count, size, self._seen_columns(1, count, 1), self._bounds(1, 1, None))
 
     def _seen_columns(self, tokens: int, sampled: int | None, width: int) -> Tensor:
         """(rows,) int32: how many columns of ``width`` keys a row of ``tokens`` sees. sampled: how many queries stand for a block
@@ -103,6 +102,17 @@ class Content(NamedTuple):
         device = self.q.device
         count = _columns_seen if is_recorded(device) else _lasting_columns_seen
         return count(tokens, sampled, width, self.grid, self.causal, device)
+
+    def _bounds(self, width: int, height: int, q_ends: Tensor | None) -> Tensor | None:
+        """See ``Features``. width, height: tokens of a column and of a row. Without q_ends all rows exist."""
+        starts, ends, grid = self.starts, self.ends, self.grid
+        given = next((one for one in (starts, ends, q_ends) if one is not None), None)
+        if given is None:
+            return None
+        first = torch.zeros_like(given) if starts is None else starts.clamp(0, grid.kv_len).div(width, rounding_mode="floor")
+        stop = torch.full_like(given, grid.kv_len) if ends is None else ends.clamp(0, grid.kv_len)
+        row_stop = torch.full_like(given, 2**31 - height) if q_ends is None else q_ends.clamp(0, grid.q_len)
+        return torch.stack([first, -(-stop // width), -(-row_stop // height)], 1).to(torch.int32)
 
 
 def _means(x: Tensor, size: int, starts: Tensor | None, ends: Tensor | None) -> Tensor:
@@ -115,19 +125,6 @@ def _means(x: Tensor, size: int, starts: Tensor | None, ends: Tensor | None) -> 
         to_there = last if ends is None else last.minimum(ends[:, None])
         means = means * ((last - first) / (to_there - from_here).clamp(min=1)).view(-1, 1, len(first), 1)
     return means.to(x.dtype)
-
-
-def _bounds(
-    starts: Tensor | None, ends: Tensor | None, q_ends: Tensor | None, width: int, height: int, grid: BlockGrid
-) -> Tensor | None:
-    """See ``Features``. width, height: tokens of a column and of a row. Without q_ends all rows exist."""
-    given = next((one for one in (starts, ends, q_ends) if one is not None), None)
-    if given is None:
-        return None
-    first = torch.zeros_like(given) if starts is None else starts.clamp(0, grid.kv_len).div(width, rounding_mode="floor")
-    stop = torch.full_like(given, grid.kv_len) if ends is None else ends.clamp(0, grid.kv_len)
-    row_stop = torch.full_like(given, 2**31 - height) if q_ends is None else q_ends.clamp(0, grid.q_len)
-    return torch.stack([first, -(-stop // width), -(-row_stop // height)], 1).to(torch.int32)
 
 
 def sampled_rows(grid: BlockGrid, count: int, device: torch.device, q_ends: Tensor | None = None) -> Tensor:

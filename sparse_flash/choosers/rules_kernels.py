@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -30,15 +32,14 @@ def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduc
     """Returns what ``rules_torch.score_blocks`` returns; if ``shared``, the largest over the heads of each group."""
     from ..kernels.choosers.log_sums import scores_of_blocks
 
-    rows, columns, until = as_contiguous_rows(features.rows), as_contiguous_rows(features.columns), features.until
-    numbers = features.span, features.factor, features.per_q_block, features.per_kv_block, grid.kv_blocks, low, high
-    by = None
-    if hopper.runs_on(rows.device):
+    features = replace(features, rows=as_contiguous_rows(features.rows), columns=as_contiguous_rows(features.columns))
+    by, device = None, features.rows.device
+    if hopper.runs_on(device):
         from ..kernels.choosers import hopper_log_sums
 
-        by = hopper_log_sums.log_sums if hopper_log_sums.supports(rows, features.per_kv_block) else None
-    with current_device(rows.device):
-        return scores_of_blocks(rows, columns, until, features.bounds, *numbers, reduce == "mean", shared, by)
+        by = hopper_log_sums.log_sums if hopper_log_sums.supports(features.rows, features.per_kv_block) else None
+    with current_device(device):
+        return scores_of_blocks(features, grid.kv_blocks, low, high, reduce == "mean", shared, by)
 
 
 def add_kept_blocks(scores: Tensor, limits: Limits, bits: Tensor, first: int, rule: str, number: int | float) -> None:
