@@ -74,6 +74,13 @@ def lse_to_subtract(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == float("-inf"), float("inf"))
 
 
+def merge_results(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, log: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) over two sets of keys, from out and lse over each. lse and log are without the last dimension of out and more."""
+    total = lse.logaddexp(log)
+    base = total.masked_fill(total == float("-inf"), 0.0)
+    return out * (lse - base).exp_()[..., None] + more * (log - base).exp_()[..., None], total
+
+
 @dataclass(frozen=True)
 class Call:
     """Describes a call, so that back ends can accept or refuse it without its tensors. Lengths are in tokens."""
