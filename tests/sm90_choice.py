@@ -9,6 +9,7 @@ from sm90 import resources
 from sm90_selection import compiled
 
 from sparse_flash.kernels.selection import pick_blocks
+from sparse_flash.selection.choice import BlockChoice
 
 TOKENS = 1024
 # (kind, query heads that share a choice, block, whether of packed documents)
@@ -33,8 +34,7 @@ def choose(kind: str, shared: int, block: int, bounded: bool) -> None:
     else:
         keys, compression = source[:, :1, : TOKENS // 16], pick_blocks.Compressed(32, 16, None)
     bounds = torch.empty(TOKENS, 2, dtype=torch.int32) if bounded else None
-    numbers = 15, 1, 1, block, 1, TOKENS, TOKENS
-    pick_blocks.pick_blocks(source, keys, kind, *numbers, bounds=bounds, compression=compression)
+    pick_blocks.pick_blocks(source, keys, kind, BlockChoice(1, 16, 1, block, TOKENS, TOKENS, bounds), compression=compression)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from sparse_flash.kernels.selection import hopper_backward as selection_hopper_b
 from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.selection import triton as selection_triton
+from sparse_flash.selection.choice import BlockChoice
 from sparse_flash.variant.variant import Variant
 
 SELECTION = (
@@ -172,11 +173,12 @@ def choice_calls() -> None:
     for batch, (heads, kv_heads), q_len, kv_len in product((1, 2), HEADS, LENGTHS, LENGTHS):
         q, k, *_ = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
         means, scores = torch.zeros(batch, kv_heads, kv_len // 16, 64), torch.zeros(batch, heads, q_len, -(-kv_len // 16))
+        asked = BlockChoice(heads, 4, 1, 16, q_len, kv_len)
         for source, keys, kind in ((q, means, "mean"), (q, k, "max"), (scores, None, "given")):
-            pick_blocks.pick_blocks(source, keys, kind, 3, 1, 1, 16, heads, q_len, kv_len)
+            pick_blocks.pick_blocks(source, keys, kind, asked)
         for compressed in (1, 16, 33):
             keys, compression = torch.zeros(batch, kv_heads, compressed, 64, dtype=q.dtype), pick_blocks.Compressed(16, 16, None)
-            pick_blocks.pick_blocks(q, keys, "softmax", 3, 1, 1, 16, heads, q_len, kv_len, compression=compression)
+            pick_blocks.pick_blocks(q, keys, "softmax", asked, compression=compression)
 
 
 def chooser_calls() -> None:

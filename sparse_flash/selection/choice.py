@@ -31,7 +31,7 @@ _MOST_KEPT = 128  # blocks that the kernel holds in registers
 _CHUNK_CPU, _CHUNK_GPU = 1 << 22, 1 << 26  # scores held at a time
 
 
-class _Choice(NamedTuple):
+class BlockChoice(NamedTuple):
     """A choice of ``keep`` blocks by each group of ``every`` queries. heads: that pick. bounds: see ``choose_by_keys``."""
 
     heads: int
@@ -55,9 +55,8 @@ class _Choice(NamedTuple):
         """See ``kernels/selection/pick_blocks``."""
         from ..kernels.selection.pick_blocks import pick_blocks
 
-        sizes = self.keep - 1, self.own_blocks, self.every, self.block_size, self.heads, self.q_len, self.kv_len
         with current_device(source.device):
-            return pick_blocks(as_contiguous_rows(source), keys, kind, *sizes, bounds=self.bounds, compression=compression)
+            return pick_blocks(as_contiguous_rows(source), keys, kind, self, compression=compression)
 
     def pick_in_chunks(self, score: Callable[[int, int], Tensor], groups: int, numbers: int, device: torch.device) -> Tensor:
         """Picks in PyTorch operations. score: (low, high) -> the scores of groups low .. high - 1, (batch, heads, groups, blocks).
@@ -89,7 +88,7 @@ def choose_by_keys(
     bounds: (groups, 2) int32, the first block that a group may choose, and its own, where lengths do not tell them; with every=1.
     """
     q_len, kv_len = q.shape[2], k.shape[2]
-    choice = _Choice(k.shape[1] if share_group else q.shape[1], keep, every, block_size, q_len, kv_len, bounds)
+    choice = BlockChoice(k.shape[1] if share_group else q.shape[1], keep, every, block_size, q_len, kv_len, bounds)
     means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
     if kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         return choice.pick_with_kernel(q, as_contiguous_rows(k) if means is None else means, score)
@@ -115,7 +114,7 @@ def choose_by_keys(
 @choose_by_keys.register_fake
 def _(q: Tensor, k: Tensor, keep: int, every: int, block_size: int, share_group: bool, *_: object) -> Tensor:
     heads = k.shape[1] if share_group else q.shape[1]
-    return _Choice(heads, keep, every, block_size, q.shape[2], k.shape[2]).make_fake_picks(q)
+    return BlockChoice(heads, keep, every, block_size, q.shape[2], k.shape[2]).make_fake_picks(q)
 
 
 @torch.library.custom_op(operator_name("choose_by_scores"), mutates_args=())
@@ -125,7 +124,7 @@ def choose_by_scores(
     """Like ``choose_by_keys``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
     never chosen."""
     batch, heads, groups, blocks = scores.shape
-    choice = _Choice(heads, keep, every, block_size, q_len, kv_len, bounds)
+    choice = BlockChoice(heads, keep, every, block_size, q_len, kv_len, bounds)
     if kernel_chooses(scores, heads, keep):
         return choice.pick_with_kernel(scores, None, "given")
     return choice.pick_in_chunks(lambda low, high: scores[:, :, low:high], groups, batch * heads * blocks, scores.device)
@@ -133,7 +132,7 @@ def choose_by_scores(
 
 @choose_by_scores.register_fake
 def _(scores: Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, *_: object) -> Tensor:
-    return _Choice(scores.shape[1], keep, every, block_size, q_len, kv_len).make_fake_picks(scores)
+    return BlockChoice(scores.shape[1], keep, every, block_size, q_len, kv_len).make_fake_picks(scores)
 
 
 @torch.library.custom_op(operator_name("choose_by_compressed"), mutates_args=())
@@ -156,7 +155,7 @@ def choose_by_compressed(
     counts for a block by the strides that it has there. Weights are summed over the query heads that share keys if they share the
     choice. lse: (batch, heads, groups), natural, of the groups' first queries over what they read; None: computed.
     """
-    choice = _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
+    choice = BlockChoice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
     lse = None if lse is None else lse.to(compute_dtype(q)).contiguous()
     if keys.shape[2] and kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         from ..kernels.selection.pick_blocks import Compressed
@@ -193,7 +192,7 @@ def _sum_strides(weights: Tensor, blocks: int, per_block: int, reach: int) -> Te
 
 @choose_by_compressed.register_fake
 def _(q: Tensor, keys: Tensor, keep: int, every: int, block_size: int, share_group: bool, kv_len: int, *_: object) -> Tensor:
-    return _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len).make_fake_picks(q)
+    return BlockChoice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len).make_fake_picks(q)
 
 
 def kernel_chooses(x: Tensor, heads: int, keep: int) -> bool:
