@@ -47,29 +47,20 @@ def decode(
     by_kernel = backend != "torch"
     # torch.compile looks into operations, but not into a kernel.
     whole = not is_plain_eager(q, k, v) and (by_kernel or not torch.compiler.is_compiling())
-    call = q, k, v, picks, selection.block_size, every, kv_lens, block_table, scale, by_kernel, *scales
+    call = q, k, v, picks, selection.block_size, every, scale, by_kernel, kv_lens, block_table, *scales
     return (_decode_operator if whole else _decode)(*call)
 
 
 def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    picks: Tensor,
-    block_size: int,
-    every: int,
-    kv_lens: Tensor | None,
-    block_table: Tensor | None,
-    scale: float,
-    by_kernel: bool,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, picks: Tensor, block_size: int, every: int, scale: float, by_kernel: bool, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """rest: kv_lens, block_table, k_scale, v_scale."""
     if not by_kernel:
-        picks = _repeat_picks(picks, every, q.shape[2])
-        return decode_by_operations(q, k, v, picks, block_size, scale, kv_lens, block_table, k_scale, v_scale)
+        picks = picks if every == 1 else picks.repeat_interleave(every, 2)[:, :, : q.shape[2]]
+        return decode_by_operations(q, k, v, picks, block_size, scale, *rest)
     from ..kernels.selection.decode import selection_decode
 
+    kv_lens, block_table, k_scale, v_scale = rest
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
     ready, keys, values = (as_contiguous_rows(x, in_pairs=k.dtype == E4M3) for x in (q, k, v))
     options = {"kv_lens": kv_lens, "block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
@@ -78,16 +69,16 @@ def _decode(
     return restore_out(out, ready, q, v), lse
 
 
-_decode_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _decode, mutates_args=())
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor picks, SymInt block_size, SymInt every, float scale, bool by_kernel, "
+    "Tensor? kv_lens, Tensor? block_table, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)"
+)
+_decode_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _decode, mutates_args=(), schema=_SCHEMA)
 
 
 @_decode_operator.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
-
-
-def _repeat_picks(picks: Tensor, every: int, q_len: int) -> Tensor:
-    return picks if every == 1 else picks.repeat_interleave(every, 2)[:, :, :q_len]
 
 
 def decode_by_operations(
@@ -127,12 +118,8 @@ def decode_by_operations(
 def query_positions(q: Tensor, capacity: int, kv_lens: Tensor | None) -> Tensor:
     """(batch, q_len) int64 positions of the queries, the last ones of each sequence. kv_lens: None: ``capacity``."""
     last = torch.arange(q.shape[2], device=q.device) - q.shape[2]
-    return last + resolve_lengths(len(q), capacity, kv_lens, q.device)[:, None]
-
-
-def resolve_lengths(batch: int, capacity: int, kv_lens: Tensor | None, device: torch.device) -> Tensor:
-    """(batch,) int64."""
-    return torch.full((batch,), capacity, device=device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
+    lengths = torch.full((len(q),), capacity, device=q.device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
+    return last + lengths[:, None]
 
 
 def read_tokens(x: Tensor, token: Tensor, read: Tensor, heads: int, block_table: Tensor | None) -> Tensor:

@@ -1,8 +1,7 @@
 """PyTorch operators of attention over picked blocks: what torch.compile, autograd and autocast see.
 
 A selection crosses the boundary as its picks, the tensors of ``always`` (or again the picks: see ``dispatch/operators``) and its
-numbers. A back end is a module of this package
-with
+numbers. A back end is a module of this package with
 
     supports(call, selection) -> str | None
     forward(q, k, v, selection, scale) -> (out, lse)
@@ -78,21 +77,16 @@ def _define_operator(name: str, tensors: str, results: str) -> Callable[[Callabl
 
 def _prepare_call(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[ModuleType, BlockSelection, float]:
     """(back end, selection, scale) of a call; the same for both passes."""
-    *_, scale, backend = call
-    selection = _unpack_selection(q, k, *call)
+    picks, tables, tables_block, block_size, every, own, scale, backend = call
+    q_len, kv_len = q.shape[2], k.shape[2]
+    always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
+    selection = BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
 
     def supports(name: str, call: backends.Call) -> str | None:
         return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
 
-    name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, selection.block_size), supports)
+    name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, block_size), supports)
     return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
-
-
-def _unpack_selection(q: Tensor, k: Tensor, *call: *_Call) -> BlockSelection:
-    picks, tables, tables_block, block_size, every, own, _, _ = call
-    q_len, kv_len = q.shape[2], k.shape[2]
-    always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
-    return BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
 
 
 @_define_operator("selected_attention", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)")

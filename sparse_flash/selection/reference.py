@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -10,15 +10,6 @@ from torch import Tensor
 from ..backends import Call, RowResults, compute_dtype, lse_to_subtract
 from ..backends import reference as dense
 from .block_selection import BlockSelection
-
-
-class _Kept(NamedTuple):
-    """A selection's pairs by query head: the part of a BlockMask that the oracle uses."""
-
-    pairs: Tensor
-
-    def to_dense(self) -> Tensor:
-        return self.pairs
 
 
 def supports(call: Call, selection: BlockSelection) -> str | None:
@@ -57,8 +48,10 @@ def block_lse_backward(
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk.unflatten(1, (k.shape[1], -1)).sum(2))
 
 
-def _to_dense_mask(selection: BlockSelection, q: Tensor) -> _Kept:
-    return _Kept(selection.to_dense().repeat_interleave(q.shape[1] // selection.heads, 1))
+def _to_dense_mask(selection: BlockSelection, q: Tensor) -> SimpleNamespace:
+    """A selection's pairs by query head, as the part of a BlockMask that the oracle uses."""
+    pairs = selection.to_dense().repeat_interleave(q.shape[1] // selection.heads, 1)
+    return SimpleNamespace(to_dense=lambda: pairs)
 
 
 def _picks(selection: BlockSelection, q: Tensor) -> Tensor:
