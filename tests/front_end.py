@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
+from sparse_flash.backends import QueryRows
 from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.portable import backward, configs, decode, forward
 from sparse_flash.kernels.selection import backward as selection_backward
@@ -78,7 +79,7 @@ def selection_calls() -> None:
         always = sf.compile_mask("sinks(4)", q_len, kv_len, 32) if beside else None
         selection = sf.BlockSelection(torch.zeros(1, 1, q_len, 3, dtype=torch.int32), q_len, kv_len, 64, always=always)
         selection_triton.forward(q, k, v, selection, 1.0)
-        selection_triton.backward(q, None, q, k, v, q, lse, selection, 1.0)
+        selection_triton.backward(QueryRows(q, q, None, q, lse), k, v, selection, 1.0)
 
 
 def main() -> None:

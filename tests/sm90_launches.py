@@ -21,6 +21,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 import sparse_flash as sf
+from sparse_flash.backends import QueryRows
 from sparse_flash.choosers.built_in import Antidiagonal, Sampled
 from sparse_flash.choosers.features import Content
 from sparse_flash.kernels.choosers import hopper_log_sums, log_sums
@@ -32,6 +33,7 @@ from sparse_flash.kernels.selection import backward, decode, forward, hopper_bac
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.selection import hopper as selection_hopper
 from sparse_flash.selection import triton as selection_triton
+from sparse_flash.selection.choice import BlockChoice
 
 
 def compiled(kernel, arguments, constants, options, target=TARGET):
@@ -110,7 +112,7 @@ def select(case: tuple, known: set, dtype=torch.bfloat16) -> None:
     mask = always and sf.compile_mask(always, q_len, block_size=min(block, 256))
     selection = sf.BlockSelection(picks, q_len, q_len, block, every, always=mask)
     selection_triton.forward(q, k, k, selection, 1.0)
-    selection_triton.backward(q, None, q, k, k, q, lse, selection, 1.0)
+    selection_triton.backward(QueryRows(q, q, None, q, lse), k, k, selection, 1.0)
     if always is None:
         masses = selection_triton.block_lse(q, k, selection, 1.0)
         selection_triton.block_lse_backward(masses, q, k, masses, selection, 1.0)
@@ -123,7 +125,7 @@ def select(case: tuple, known: set, dtype=torch.bfloat16) -> None:
             decode.selection_decode(q[:, :, :1], cache, cache, *newest, kv_lens=lens, block_table=pages)
     if block in selection_hopper.BLOCK_SIZES and dim in (64, 128):
         selection_hopper.forward(q, k, k, selection, 1.0)
-        selection_hopper.backward(q, None, q, k, k, q, lse, selection, 1.0)
+        selection_hopper.backward(QueryRows(q, q, None, q, lse), k, k, selection, 1.0)
 
 
 def report_decoding(case: tuple, known: set, kernel, mask, key, inputs, run):
@@ -151,8 +153,8 @@ def choices(tokens: int = 1024) -> None:
         bounds = torch.empty(tokens, 2, dtype=torch.int32) if bounded else None
         as_on_a_gpu = mock.patch.object(pick_blocks, "_precision", lambda source: "tf32")
         with as_on_a_gpu, launching((pick_blocks,), partial(report, case, None, None)):
-            numbers = 15, 1, 1, block, 1, tokens, tokens
-            pick_blocks.pick_blocks(source, keys, kind, *numbers, bounds=bounds, compression=compression)
+            asked = BlockChoice(1, 16, 1, block, tokens, tokens, bounds)
+            pick_blocks.pick_blocks(source, keys, kind, asked, compression=compression)
 
 
 def choosers() -> None:
@@ -162,10 +164,9 @@ def choosers() -> None:
         q, k = (torch.zeros(1, heads, 1024, dim, dtype=torch.bfloat16) for heads in (32, 8))
         grid = BlockGrid(1024, 1024, chooser.block_size)
         of = chooser.compared_features(Content(q, k, grid, True, dim**-0.5))
-        numbers = of.span, of.factor, of.per_q_block, of.per_kv_block, grid.kv_blocks, 0, grid.q_blocks, False, False
         with launching((log_sums, hopper_log_sums), partial(report, (chooser, dim), dim, None)):
             for by in (log_sums.log_sums, hopper_log_sums.log_sums):
-                log_sums.scores_of_blocks(of.rows, of.columns, of.until.int(), None, *numbers, by)
+                log_sums.scores_of_blocks(of, grid.kv_blocks, 0, grid.q_blocks, False, False, by)
 
 
 def merges() -> None:

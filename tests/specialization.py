@@ -12,6 +12,7 @@ Run it as a separate process: kernels defined under TRITON_INTERPRET cannot be c
 import json
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from unittest import mock
@@ -23,6 +24,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
+from sparse_flash.backends import QueryRows
 from sparse_flash.choosers.built_in import Antidiagonal, Pooled, Sampled
 from sparse_flash.choosers.features import Content
 from sparse_flash.kernels.choosers import log_sums, rules
@@ -41,6 +43,7 @@ from sparse_flash.kernels.selection import hopper_backward as selection_hopper_b
 from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.selection import triton as selection_triton
+from sparse_flash.selection.choice import BlockChoice
 from sparse_flash.variant.variant import Variant
 
 SELECTION = (
@@ -175,11 +178,12 @@ def choice_calls() -> None:
     for batch, (heads, kv_heads), q_len, kv_len in product((1, 2), HEADS, LENGTHS, LENGTHS):
         q, k, *_ = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
         means, scores = torch.zeros(batch, kv_heads, kv_len // 16, 64), torch.zeros(batch, heads, q_len, -(-kv_len // 16))
+        asked = BlockChoice(heads, 4, 1, 16, q_len, kv_len)
         for source, keys, kind in ((q, means, "mean"), (q, k, "max"), (scores, None, "given")):
-            pick_blocks.pick_blocks(source, keys, kind, 3, 1, 1, 16, heads, q_len, kv_len)
+            pick_blocks.pick_blocks(source, keys, kind, asked)
         for compressed in (1, 16, 33):
             keys, compression = torch.zeros(batch, kv_heads, compressed, 64, dtype=q.dtype), pick_blocks.Compressed(16, 16, None)
-            pick_blocks.pick_blocks(q, keys, "softmax", 3, 1, 1, 16, heads, q_len, kv_len, compression=compression)
+            pick_blocks.pick_blocks(q, keys, "softmax", asked, compression=compression)
 
 
 def chooser_calls() -> None:
@@ -188,12 +192,10 @@ def chooser_calls() -> None:
         grid = BlockGrid(q_len, kv_len, 64)
         bounds = torch.zeros(batch, 3, dtype=torch.int32) if causal else None
         for chooser in (Sampled(8, floor=0.1), Antidiagonal(8, floor=0.1), Pooled(floor=0.1)):
-            of = chooser.compared_features(Content(q, k, grid, causal, 1.0))
-            until = of.until.to(torch.int32)
-            numbers = of.span, of.factor, of.per_q_block, of.per_kv_block, grid.kv_blocks
+            of = replace(chooser.compared_features(Content(q, k, grid, causal, 1.0)), bounds=bounds)
             for low in {0, grid.q_blocks - 1}:
                 options = low, grid.q_blocks, causal, heads > kv_heads
-                scores = log_sums.scores_of_blocks(of.rows, of.columns, until, bounds, *numbers, *options)
+                scores = log_sums.scores_of_blocks(of, grid.kv_blocks, *options)
         words, counts = torch.zeros(grid.q_blocks, -(-grid.kv_blocks // 32), dtype=torch.int32), torch.zeros(grid.q_blocks).int()
         bits = torch.zeros(batch, heads, *words.shape, dtype=torch.int32)
         for rule in ("keep", "mass", "floor", "relative", "budget"):
@@ -213,7 +215,7 @@ def selection_calls() -> None:
             selection = sf.BlockSelection(picks, q_len, kv_len, 64, always=always[q_len, kv_len] if beside else None)
             for parts_kernel, gathering in ((None, None), (selection_hopper_forward.picked_parts, selection_hopper_backward)):
                 selection_triton.forward(q, k, v, selection, 1.0, parts_kernel=parts_kernel)
-                selection_triton.backward(q, None, q, k, v, q, lse, selection, 1.0, gathering=gathering)
+                selection_triton.backward(QueryRows(q, q, None, q, lse), k, v, selection, 1.0, gathering=gathering)
 
 
 def picked_decoding_calls() -> None:

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -48,6 +49,16 @@ E4M3 = torch.float8_e4m3fn  # of caches
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64  # here, as in functions ``torch`` is the back end
 
 
+class QueryRows(NamedTuple):
+    """Holds the inputs of a backward pass that belong to queries. dlse: None if nothing depends on lse."""
+
+    q: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 def zero_keyless_queries(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """x, (batch, heads, q_len, ...), what results of queries receive, with zeros where a query keeps nothing: no input has part in
     its result, what a formula makes of that is often NaN, and 0 * NaN is no 0."""
@@ -62,6 +73,13 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 def lse_to_subtract(lse: torch.Tensor) -> torch.Tensor:
     """lse with +inf instead of -inf, so that weights without pairs are 0: exp(-inf - inf) is 0, while exp(-inf + inf) is NaN."""
     return lse.masked_fill(lse == float("-inf"), float("inf"))
+
+
+def merge_results(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, log: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) over two sets of keys, from out and lse over each. lse and log are without the last dimension of out and more."""
+    total = lse.logaddexp(log)
+    base = total.masked_fill(total == float("-inf"), 0.0)
+    return out * (lse - base).exp_()[..., None] + more * (log - base).exp_()[..., None], total
 
 
 @dataclass(frozen=True)

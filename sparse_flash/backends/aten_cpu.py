@@ -14,6 +14,7 @@ import torch
 
 from ..compat.pytorch import cpu_attention, cpu_attention_backward
 from ..masks.tiles import unique_rows
+from . import merge_results
 
 _WIDEST = 2048  # keys per piece: merging a row's pieces takes a synchronizing operation per piece
 _GATHERED = 1 << 21  # key elements that a call copies, per thread: 20 ms of its work at head_dim 64 and blocks of 128
@@ -59,7 +60,7 @@ def loop_forward(q, k, v, loop, scale: float):
             if call.bias is not None:
                 log = log.masked_fill(call.empty, float("-inf"))
             if call.merges:
-                here, log = _merge(out[units, call.rows], lse[units, call.rows], here, log)
+                here, log = merge_results(out[units, call.rows], lse[units, call.rows], here, log)
             out[units, call.rows], lse[units, call.rows] = here, log
     return out, lse[..., None]
 
@@ -82,13 +83,6 @@ def loop_backward(dout, q, k, v, out, lse, loop, scale: float):
                 call.add_blocks(total, grad)
         parts.append([grad.permute(2, 0, 1, 3) for grad in (dq, dk, dv)])
     return parts[0] if len(parts) == 1 else [torch.cat(grads) for grads in zip(*parts, strict=True)]
-
-
-def _merge(out, lse, more, log):
-    """(out, lse) over two sets of keys, merged."""
-    total = torch.logaddexp(lse, log)
-    base = total.masked_fill(total == float("-inf"), 0.0)
-    return out * (lse - base).exp_()[..., None] + more * (log - base).exp_()[..., None], total
 
 
 class _Call(NamedTuple):

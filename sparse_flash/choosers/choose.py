@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..backends import triton as triton_backend
 from ..backends.torch import without_autocast
@@ -42,7 +43,7 @@ def _in_whole_groups(heads: list[int], group: int) -> bool:
     return len({head // group for head in heads}) * group == len(heads)
 
 
-def _take_heads(x: torch.Tensor, heads: list[int]) -> torch.Tensor:
+def _take_heads(x: Tensor, heads: list[int]) -> Tensor:
     """These heads of x, (batch, heads, ...). By slices: a tensor of their numbers would be copied from the host."""
     return torch.cat([x[:, head : head + 1] for head in heads], 1)
 
@@ -58,12 +59,7 @@ def _select_heads(content: Content, heads: list[int]) -> Content:
 @outside_inference
 @torch.no_grad()
 def chosen_mask(
-    spec: Pattern | str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float | None,
-    scores: torch.Tensor | None,
-    lengths: Variant | None = None,
+    spec: Pattern | str, q: Tensor, k: Tensor, scale: float | None, scores: Tensor | None, lengths: Variant | None = None
 ) -> BlockMask:
     """See ``choose_blocks``. lengths: which tokens exist; the others decide nothing, and blocks of them alone are not chosen."""
     if torch.compiler.is_compiling():
@@ -75,26 +71,21 @@ def chosen_mask(
 
 @torch.no_grad()
 def chosen_in_graph(
-    spec: Pattern | str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float | None,
-    scores: torch.Tensor | None,
-    lengths: Variant | None = None,
+    spec: Pattern | str, q: Tensor, k: Tensor, scale: float | None, scores: Tensor | None, lengths: Variant | None = None
 ) -> ChosenBlocks:
     """``chosen_mask`` within torch.compile, for attention, whose operator makes the table."""
     text, within, size = _as_text(spec)
     return ChosenBlocks(chosen_bits(*_clear_missing_tokens(q, k, lengths), text, scale, scores, *_ends_of(lengths)), size, within)
 
 
-def _clear_missing_tokens(q: torch.Tensor, k: torch.Tensor, lengths: Variant | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _clear_missing_tokens(q: Tensor, k: Tensor, lengths: Variant | None) -> tuple[Tensor, Tensor]:
     """q and k, 0 where tokens do not exist."""
     if lengths is None:
         return q, k
     return clear_nonexistent(q, lengths.q_starts, lengths.q_lens), clear_nonexistent(k, lengths.kv_starts, lengths.kv_lens)
 
 
-def _ends_of(lengths: Variant | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+def _ends_of(lengths: Variant | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(starts, ends, q_ends): see ``Content``."""
     return (None, None, None) if lengths is None else (lengths.kv_starts, lengths.kv_lens, lengths.q_lens)
 
@@ -116,7 +107,7 @@ _BITS_SCHEMA = (
 
 
 @torch.library.custom_op(operator_name("chosen_bits"), mutates_args=(), schema=_BITS_SCHEMA)
-def chosen_bits(q: torch.Tensor, k: torch.Tensor, spec: str, *arguments: Any) -> torch.Tensor:
+def chosen_bits(q: Tensor, k: Tensor, spec: str, *arguments: Any) -> Tensor:
     """The bits of ``ChosenBlocks``. arguments: the others of ``_choose_maps``."""
     maps = _choose_maps(spec, q, k, *arguments)
     maps = rules_kernels.pack_block_bits(maps) if maps.dtype == torch.bool else maps
@@ -124,20 +115,15 @@ def chosen_bits(q: torch.Tensor, k: torch.Tensor, spec: str, *arguments: Any) ->
 
 
 @chosen_bits.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, spec: str, *_: object) -> torch.Tensor:
+def _(q: Tensor, k: Tensor, spec: str, *_: object) -> Tensor:
     size = chooser_block_size(spec)
     words = q.shape[0] * q.shape[1] * -(-q.shape[2] // size) * -(-k.shape[2] // (32 * size))
     return q.new_empty(words + 1, dtype=torch.int32)
 
 
 def _choose_maps(
-    spec: Pattern | str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float | None,
-    scores: torch.Tensor | None,
-    *ends: torch.Tensor | None,
-) -> torch.Tensor:
+    spec: Pattern | str, q: Tensor, k: Tensor, scale: float | None, scores: Tensor | None, *ends: Tensor | None
+) -> Tensor:
     """The maps of the kept blocks as ``from_block_maps`` takes them: bits where kernels choose, else bool. ends: starts, ends and
     q_ends, see ``Content``."""
     choices, grid = choices_of(spec), BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
@@ -154,16 +140,16 @@ def _choose_maps(
     return _choose_by_head(choices, content)
 
 
-def _can_use_kernels(x: torch.Tensor) -> bool:
+def _can_use_kernels(x: Tensor) -> bool:
     """Whether kernels choose. x: queries or scores."""
     return can_launch_kernel(x) and x.dtype in triton_backend.DTYPES
 
 
-def _choose_by_head(choices: tuple[HeadChoice, ...], content: Content) -> torch.Tensor:
+def _choose_by_head(choices: tuple[HeadChoice, ...], content: Content) -> Tensor:
     """Maps of all heads, from one choice for all or from one for each."""
     if len(set(choices)) == 1:
         return _apply_choice(choices[0], content)
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, Tensor] = {}
     for choice in dict.fromkeys(choices):
         heads = [head for head, other in enumerate(choices) if other == choice]
         if any(chooser.share_group for chooser in choice.choosers) and not _in_whole_groups(heads, content.group):
@@ -177,7 +163,7 @@ def _choose_by_head(choices: tuple[HeadChoice, ...], content: Content) -> torch.
 
 @outside_inference
 def mask_by_scores(
-    scores: torch.Tensor, grid: BlockGrid, within: MaskLike | None, always: MaskLike | None, keep: int | float
+    scores: Tensor, grid: BlockGrid, within: MaskLike | None, always: MaskLike | None, keep: int | float
 ) -> BlockMask:
     """The mask of ``within & (scored(keep) | always)``, for any block size. scores: (batch, heads, q_blocks, kv_blocks), float32
     or wider."""
@@ -186,7 +172,7 @@ def mask_by_scores(
     return from_block_maps(kept, grid, resolve_within(within, grid, scores.device))
 
 
-def _apply_choice(choice: HeadChoice, content: Content) -> torch.Tensor:
+def _apply_choice(choice: HeadChoice, content: Content) -> Tensor:
     """The blocks that a choice keeps, as ``_init_maps`` returns them."""
     kept, limits = _init_maps(content.q, choice.within, choice.always, content.grid)
     for chooser in choice.choosers:
@@ -195,9 +181,7 @@ def _apply_choice(choice: HeadChoice, content: Content) -> torch.Tensor:
     return kept
 
 
-def _init_maps(
-    like: torch.Tensor, within: MaskLike | None, always: MaskLike | None, grid: BlockGrid
-) -> tuple[torch.Tensor, Limits]:
+def _init_maps(like: Tensor, within: MaskLike | None, always: MaskLike | None, grid: BlockGrid) -> tuple[Tensor, Limits]:
     """(the blocks that are kept in any case, limits): (batch, heads, q_blocks, kv_blocks) bool, or bits if kernels choose, see
     ``rules_kernels.pack_block_bits``. like: (batch, heads, ...)."""
     # The limits of patterns are computed once; a BlockMask may differ on each call.
@@ -228,7 +212,7 @@ def _make_limits(within: MaskLike | None, always: MaskLike | None, grid: BlockGr
 _cached_limits = cached_until_cleared(maxsize=64)(_make_limits)
 
 
-def _add_kept_blocks(kept: torch.Tensor, scores: torch.Tensor, limits: Limits, first: int, rule: str, number: int | float) -> None:
+def _add_kept_blocks(kept: Tensor, scores: Tensor, limits: Limits, first: int, rule: str, number: int | float) -> None:
     """Adds the blocks that a rule keeps to ``kept``. scores: of the rows from ``first`` on, of heads or of key heads."""
     if kept.dtype == torch.bool:
         some = slice(first, first + scores.shape[2])
@@ -238,7 +222,7 @@ def _add_kept_blocks(kept: torch.Tensor, scores: torch.Tensor, limits: Limits, f
         rules_kernels.add_kept_blocks(scores, limits, kept, first, rule, number)
 
 
-def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iterator[tuple[int, int, Tensor]]:
     """(low, high, scores of the blocks of queries low .. high - 1), chunk by chunk; of key heads if they share the choice."""
     step, score = _make_scorer(chooser, content, with_kernels)
     for low in range(0, content.grid.q_blocks, step):
@@ -250,7 +234,7 @@ def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iter
         yield low, high, scores if is_whole else torch.unflatten(scores, 1, (-1, content.group)).amax(2)
 
 
-def _make_scorer(chooser: Chooser, content: Content, with_kernels: bool) -> tuple[int, Callable[[int, int], torch.Tensor]]:
+def _make_scorer(chooser: Chooser, content: Content, with_kernels: bool) -> tuple[int, Callable[[int, int], Tensor]]:
     """(blocks of queries of a chunk, (low, high) -> the scores of the blocks of queries low .. high - 1)."""
     features, grid, batch_heads = chooser.compared_features(content), content.grid, content.q.shape[0] * content.q.shape[1]
     if features is not None and with_kernels:
@@ -264,7 +248,7 @@ def _make_scorer(chooser: Chooser, content: Content, with_kernels: bool) -> tupl
     return grid.q_blocks, lambda low, high: scores
 
 
-def _mask_missing_keys(scores: torch.Tensor, content: Content) -> torch.Tensor:
+def _mask_missing_keys(scores: Tensor, content: Content) -> Tensor:
     """Scores, -inf of the blocks that have no existing key."""
     size = content.grid.block_size
     first = torch.arange(content.grid.kv_blocks, device=scores.device) * size
@@ -275,7 +259,7 @@ def _mask_missing_keys(scores: torch.Tensor, content: Content) -> torch.Tensor:
     return scores
 
 
-def _get_user_scores(chooser: Chooser, content: Content) -> torch.Tensor:
+def _get_user_scores(chooser: Chooser, content: Content) -> Tensor:
     """The scores of a chooser that a user wrote, or that a caller computed, in float32."""
     if isinstance(chooser, Scored):
         if content.user_scores is None:
@@ -289,8 +273,8 @@ def _get_user_scores(chooser: Chooser, content: Content) -> torch.Tensor:
 def _check_scores(scores: object, name: str, content: Content) -> None:
     """Raises ValueError for scores that do not fit."""
     wanted = (*content.q.shape[:2], *content.grid.shape)
-    if not isinstance(scores, torch.Tensor) or not scores.is_floating_point() or scores.shape != wanted:
-        found = f"{scores.dtype} of {tuple(scores.shape)}" if isinstance(scores, torch.Tensor) else type(scores).__name__
+    if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.shape != wanted:
+        found = f"{scores.dtype} of {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(
             f"{name} must be a floating-point tensor of shape {wanted}, (batch, heads, q_blocks, kv_blocks); got {found}"
         )

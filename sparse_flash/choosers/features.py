@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..backends.torch import block_means
 from ..compat.pytorch import is_recorded
@@ -30,14 +31,14 @@ class Features:
     all exist.
     """
 
-    rows: torch.Tensor
-    columns: torch.Tensor
+    rows: Tensor
+    columns: Tensor
     span: int
     factor: float
     per_q_block: int
     per_kv_block: int
-    until: torch.Tensor
-    bounds: torch.Tensor | None = None
+    until: Tensor
+    bounds: Tensor | None = None
 
     @cached_property
     def row_count(self) -> int:
@@ -56,15 +57,15 @@ class Content(NamedTuple):
     Nonexistent tokens of q and k are 0.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
+    q: Tensor
+    k: Tensor
     grid: BlockGrid
     causal: bool
     scale: float
-    user_scores: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
-    ends: torch.Tensor | None = None
-    q_ends: torch.Tensor | None = None
+    user_scores: Tensor | None = None
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+    q_ends: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -75,12 +76,12 @@ class Content(NamedTuple):
         """The means of blocks of queries and of blocks of keys."""
         size = self.grid.block_size
         rows, columns = _means(self.q, size, None, self.q_ends), _means(self.k, size, self.starts, self.ends)
-        bounds = _bounds(self.starts, self.ends, self.q_ends, size, size, self.grid)
-        return Features(rows, columns, 1, self.scale, 1, 1, self._seen_columns(size, None, size), bounds)
+        seen, bounds = self._seen_columns(size, None, size), self._bounds(size, size, self.q_ends)
+        return Features(rows, columns, 1, self.scale, 1, 1, seen, bounds)
 
     def antidiagonals(self, stride: int) -> Features:
         """The tokens of each ``stride`` queries, in descending order, and of each ``stride`` keys."""
-        per_block, bounds = self.grid.block_size // stride, _bounds(self.starts, self.ends, self.q_ends, stride, stride, self.grid)
+        per_block, bounds = self.grid.block_size // stride, self._bounds(stride, stride, self.q_ends)
         seen = self._seen_columns(stride, None, stride)
         return Features(self.q, self.k, stride, self.scale / stride, per_block, per_block, seen, bounds)
 
@@ -93,18 +94,28 @@ class Content(NamedTuple):
             rows = q[:, :, step - 1 :: step]
         else:
             rows = q.index_select(2, sampled_rows(self.grid, count, q.device))
-        bounds = _bounds(self.starts, self.ends, None, 1, 1, self.grid)
-        return Features(rows, self.k, 1, self.scale, count, size, self._seen_columns(1, count, 1), bounds)
+        return Features(rows, self.k, 1, self.scale, count, size, self._seen_columns(1, count, 1), self._bounds(1, 1, None))
 
-    def _seen_columns(self, tokens: int, sampled: int | None, width: int) -> torch.Tensor:
+    def _seen_columns(self, tokens: int, sampled: int | None, width: int) -> Tensor:
         """(rows,) int32: how many columns of ``width`` keys a row of ``tokens`` sees. sampled: how many queries stand for a block
         of queries, or None."""
         device = self.q.device
         count = _columns_seen if is_recorded(device) else _lasting_columns_seen
         return count(tokens, sampled, width, self.grid, self.causal, device)
 
+    def _bounds(self, width: int, height: int, q_ends: Tensor | None) -> Tensor | None:
+        """See ``Features``. width, height: tokens of a column and of a row. Without q_ends all rows exist."""
+        starts, ends, grid = self.starts, self.ends, self.grid
+        given = next((one for one in (starts, ends, q_ends) if one is not None), None)
+        if given is None:
+            return None
+        first = torch.zeros_like(given) if starts is None else starts.clamp(0, grid.kv_len).div(width, rounding_mode="floor")
+        stop = torch.full_like(given, grid.kv_len) if ends is None else ends.clamp(0, grid.kv_len)
+        row_stop = torch.full_like(given, 2**31 - height) if q_ends is None else q_ends.clamp(0, grid.q_len)
+        return torch.stack([first, -(-stop // width), -(-row_stop // height)], 1).to(torch.int32)
 
-def _means(x: torch.Tensor, size: int, starts: torch.Tensor | None, ends: torch.Tensor | None) -> torch.Tensor:
+
+def _means(x: Tensor, size: int, starts: Tensor | None, ends: Tensor | None) -> Tensor:
     """The means of ``size`` tokens each. Tokens that do not exist are left out."""
     means = block_means(x, size)
     if starts is not None or ends is not None:
@@ -116,20 +127,7 @@ def _means(x: torch.Tensor, size: int, starts: torch.Tensor | None, ends: torch.
     return means.to(x.dtype)
 
 
-def _bounds(
-    starts: torch.Tensor | None, ends: torch.Tensor | None, q_ends: torch.Tensor | None, width: int, height: int, grid: BlockGrid
-) -> torch.Tensor | None:
-    """See ``Features``. width, height: tokens of a column and of a row. Without q_ends all rows exist."""
-    given = next((one for one in (starts, ends, q_ends) if one is not None), None)
-    if given is None:
-        return None
-    first = torch.zeros_like(given) if starts is None else starts.clamp(0, grid.kv_len).div(width, rounding_mode="floor")
-    stop = torch.full_like(given, grid.kv_len) if ends is None else ends.clamp(0, grid.kv_len)
-    row_stop = torch.full_like(given, 2**31 - height) if q_ends is None else q_ends.clamp(0, grid.q_len)
-    return torch.stack([first, -(-stop // width), -(-row_stop // height)], 1).to(torch.int32)
-
-
-def sampled_rows(grid: BlockGrid, count: int, device: torch.device, q_ends: torch.Tensor | None = None) -> torch.Tensor:
+def sampled_rows(grid: BlockGrid, count: int, device: torch.device, q_ends: Tensor | None = None) -> Tensor:
     """(q_blocks * count,) int64: the queries that stand for each block, evenly spaced, its last one included. (batch, q_blocks *
     count) if q_ends says up to where each sequence has queries."""
     first = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size
@@ -140,9 +138,7 @@ def sampled_rows(grid: BlockGrid, count: int, device: torch.device, q_ends: torc
     return (first + (number * there + count - 1).div(count, rounding_mode="floor") - 1).flatten(-2)
 
 
-def _columns_seen(
-    tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device
-) -> torch.Tensor:
+def _columns_seen(tokens: int, sampled: int | None, width: int, grid: BlockGrid, causal: bool, device: torch.device) -> Tensor:
     if sampled is not None:
         last = sampled_rows(grid, sampled, device)
     else:  # the last existing token of each group

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ..backends import compute_dtype, lse_to_subtract
+from ..backends import compute_dtype, lse_to_subtract, merge_results
 from ..backends.torch import without_autocast
 from ..compat.dynamo import outside_graphs
 from ..masks.block_mask import BlockMask
@@ -40,9 +40,9 @@ class ChoiceReport:
     definition in float32 or wider, so the rounding of kernels is not included.
     """
 
-    density: torch.Tensor
-    recall: torch.Tensor
-    error: torch.Tensor | None
+    density: Tensor
+    recall: Tensor
+    error: Tensor | None
 
     def __str__(self) -> str:
         lines = ["         mean    worst head"]
@@ -54,18 +54,12 @@ class ChoiceReport:
         return "\n".join(lines)
 
 
-class _Attended(NamedTuple):
-    """Attention over the keys so far. log_sum: (batch, heads, queries, 1). out: (batch, heads, queries, v_head_dim)."""
-
-    log_sum: torch.Tensor
-    out: torch.Tensor
-
-    def with_keys(self, logits: torch.Tensor, values: torch.Tensor) -> _Attended:
-        """logits: (batch, heads, queries, keys), -inf for pairs left out. values: (batch, kv_heads, keys, v_head_dim)."""
-        log_sum = torch.logaddexp(self.log_sum, logits.logsumexp(3, keepdim=True))
-        finite = lse_to_subtract(log_sum)
-        weights = (logits - finite).exp().view(*values.shape[:2], -1, logits.shape[3])
-        return _Attended(log_sum, self.out * (self.log_sum - finite).exp() + (weights @ values).view(self.out.shape))
+def _attend(before: tuple[Tensor, Tensor], logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the keys before and these. logits: (batch, heads, queries, keys), -inf for pairs left out. values: (batch,
+    kv_heads, keys, v_head_dim)."""
+    lse = logits.logsumexp(3)
+    weights = (logits - lse_to_subtract(lse)[..., None]).exp().view(*values.shape[:2], -1, logits.shape[3])
+    return merge_results(*before, (weights @ values).view(before[0].shape), lse)
 
 
 def sampled_queries(q_len: int) -> np.ndarray:
@@ -74,7 +68,7 @@ def sampled_queries(q_len: int) -> np.ndarray:
     return (2 * np.arange(count) + 1) * q_len // (2 * count)
 
 
-def _kept_pairs(within: Pattern, queries: np.ndarray, keys: slice, grid: BlockGrid) -> torch.Tensor:
+def _kept_pairs(within: Pattern, queries: np.ndarray, keys: slice, grid: BlockGrid) -> Tensor:
     """(queries, keys) bool on the CPU."""
     key = np.arange(keys.start, keys.stop)
     kept = within.bind_length(grid.kv_len).token_rule(queries[:, None] + grid.offset, key[None])
@@ -83,9 +77,7 @@ def _kept_pairs(within: Pattern, queries: np.ndarray, keys: slice, grid: BlockGr
 
 @outside_graphs
 @torch.no_grad()
-def report_of(
-    spec: Pattern | str, mask: BlockMask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, scale: float | None
-) -> ChoiceReport:
+def report_of(spec: Pattern | str, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor | None, scale: float | None) -> ChoiceReport:
     """The report of the mask that an expression chose; q, k, v and scale are as in ``choose_blocks``."""
     within, grid, (batch, heads) = choices_of(spec)[0].within, mask.grid, q.shape[:2]
     exact = compute_dtype(q)
@@ -100,8 +92,7 @@ def report_of(
     # The queries of heads that share keys are rows of one product.
     rows = q[:, :, query].to(exact).reshape(batch, k.shape[1], -1, q.shape[3]) * (q.shape[3] ** -0.5 if scale is None else scale)
     values = k[..., :0] if v is None else v
-    empty = _Attended(rows.new_full((batch, heads, count, 1), -math.inf), rows.new_zeros(batch, heads, count, values.shape[3]))
-    dense = kept = empty
+    dense = kept = rows.new_zeros(batch, heads, count, values.shape[3]), rows.new_full((batch, heads, count), -math.inf)
     step = max(1, _HELD // (batch * heads * count * grid.block_size))
     with without_autocast(q):
         for first in range(0, grid.kv_blocks, step):
@@ -109,12 +100,14 @@ def report_of(
             logits = (rows @ k[:, :, keys].to(exact).mT).view(batch, heads, count, -1)
             if within is not None:
                 logits = logits.masked_fill(~_kept_pairs(within, sampled, keys, grid).to(q.device), -math.inf)
-            dense = dense.with_keys(logits, values[:, :, keys].to(exact))
+            here = values[:, :, keys].to(exact)
+            dense = _attend(dense, logits, here)
             chosen = blocks[..., first : first + step].repeat_interleave(grid.block_size, 3)[..., : logits.shape[3]]
-            kept = kept.with_keys(logits.masked_fill(~chosen, -math.inf), values[:, :, keys].to(exact))
-    recall = (kept.log_sum - dense.log_sum).clamp(max=0).exp().masked_fill(dense.log_sum == -math.inf, 1).mean((2, 3))
+            kept = _attend(kept, logits.masked_fill(~chosen, -math.inf), here)
+    (dense_out, dense_lse), (kept_out, kept_lse) = dense, kept
+    recall = (kept_lse - dense_lse).clamp(max=0).exp().masked_fill(dense_lse == -math.inf, 1).mean(2)
     error = None
     if v is not None:
-        lost, size = (x.norm(dim=(2, 3)) for x in (kept.out - dense.out, dense.out))
+        lost, size = (x.norm(dim=(2, 3)) for x in (kept_out - dense_out, dense_out))
         error = lost / size.clamp(min=torch.finfo(exact).tiny)
     return ChoiceReport(density, recall, error)

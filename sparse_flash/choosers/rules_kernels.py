@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from torch import Tensor
 
 from ..backends import hopper
 from ..kernels.common.layout import as_contiguous_rows
@@ -14,7 +17,7 @@ from .rules_torch import Limits, count_kept_blocks
 _MOST_BYTES = 1 << 29  # of log-sums and scores held at a time
 
 
-def pack_block_bits(blocks: torch.Tensor) -> torch.Tensor:
+def pack_block_bits(blocks: Tensor) -> Tensor:
     """(..., ceil(n / 32)) int32 of (..., n) bool: block c is bit c % 32 of word c // 32."""
     words = torch.nn.functional.pad(blocks, (0, -blocks.shape[-1] % 32)).unflatten(-1, (-1, 32))
     return (words.long() << torch.arange(32, device=blocks.device)).sum(-1).to(torch.int32)
@@ -25,22 +28,21 @@ def q_blocks_per_chunk(features: Features, batch_heads: int, grid: BlockGrid) ->
     return max(1, _MOST_BYTES // (batch_heads * grid.kv_blocks * (4 + 4 * features.per_q_block)))
 
 
-def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str, shared: bool) -> torch.Tensor:
+def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str, shared: bool) -> Tensor:
     """Returns what ``rules_torch.score_blocks`` returns; if ``shared``, the largest over the heads of each group."""
     from ..kernels.choosers.log_sums import scores_of_blocks
 
-    rows, columns, until = as_contiguous_rows(features.rows), as_contiguous_rows(features.columns), features.until
-    numbers = features.span, features.factor, features.per_q_block, features.per_kv_block, grid.kv_blocks, low, high
-    by = None
-    if hopper.runs_on(rows.device):
+    features = replace(features, rows=as_contiguous_rows(features.rows), columns=as_contiguous_rows(features.columns))
+    by, device = None, features.rows.device
+    if hopper.runs_on(device):
         from ..kernels.choosers import hopper_log_sums
 
-        by = hopper_log_sums.log_sums if hopper_log_sums.supports(rows, features.per_kv_block) else None
-    with current_device(rows.device):
-        return scores_of_blocks(rows, columns, until, features.bounds, *numbers, reduce == "mean", shared, by)
+        by = hopper_log_sums.log_sums if hopper_log_sums.supports(features.rows, features.per_kv_block) else None
+    with current_device(device):
+        return scores_of_blocks(features, grid.kv_blocks, low, high, reduce == "mean", shared, by)
 
 
-def add_kept_blocks(scores: torch.Tensor, limits: Limits, bits: torch.Tensor, first: int, rule: str, number: int | float) -> None:
+def add_kept_blocks(scores: Tensor, limits: Limits, bits: Tensor, first: int, rule: str, number: int | float) -> None:
     """Adds the blocks that a rule keeps to bits, (batch, heads, q_blocks, words) int32. scores: (batch, heads | kv_heads, rows,
     kv_blocks) float32, of the rows from ``first`` on."""
     from ..kernels.choosers.rules import apply_rule

@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..backends import compute_dtype, lse_to_subtract
 from ..masks.grid import BlockGrid
@@ -24,12 +25,12 @@ class Limits(NamedTuple):
     ``rules_kernels.pack_block_bits``. counts: (q_blocks,) int64, how many blocks of a row may be kept.
     """
 
-    allowed: torch.Tensor
-    forced: torch.Tensor
-    counts: torch.Tensor
+    allowed: Tensor
+    forced: Tensor
+    counts: Tensor
 
 
-def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str) -> torch.Tensor:
+def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str) -> Tensor:
     """Scores of the blocks of queries low .. high - 1: (batch, heads, high - low, kv_blocks), float32 or wider."""
     per_q, per_kv, span = features.per_q_block, features.per_kv_block, features.span
     rows, until = slice(low * per_q, min(high * per_q, features.row_count)), features.until
@@ -57,12 +58,12 @@ def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduc
     return weights.sum(3) / (existing.clamp(max=features.row_count)[:, None] - of_block).clamp(1, per_q)
 
 
-def _in_spans(x: torch.Tensor, span: int) -> torch.Tensor:
+def _in_spans(x: Tensor, span: int) -> Tensor:
     """(batch, heads, ceil(tokens / span), span, head_dim), with zeros past the end."""
     return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % span)).unflatten(2, (-1, span))
 
 
-def apply_rule(scores: torch.Tensor, allowed: torch.Tensor, forced: torch.Tensor, rule: str, number: int | float) -> torch.Tensor:
+def apply_rule(scores: Tensor, allowed: Tensor, forced: Tensor, rule: str, number: int | float) -> Tensor:
     """The blocks that a rule keeps, bool of the shape of scores, (batch, heads, rows, kv_blocks).
 
     allowed, forced: (rows, kv_blocks) bool, what may be kept and what is kept in any case; the second within the first. All heads
@@ -93,7 +94,7 @@ def apply_rule(scores: torch.Tensor, allowed: torch.Tensor, forced: torch.Tensor
     return (taken & possible) | forced
 
 
-def count_kept_blocks(rule: str, number: int | float, allowed: torch.Tensor, heads: int) -> torch.Tensor:
+def count_kept_blocks(rule: str, number: int | float, allowed: Tensor, heads: int) -> Tensor:
     """How many blocks "keep" and "budget" keep of each row, int64 of the shape of ``allowed``, the blocks that may be kept; of all
     heads together for "budget". 0 for other rules."""
     if rule not in ("keep", "budget"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .. import backends
-from ..backends import hopper
+from ..backends import QueryRows, hopper
 from ..backends import triton as triton_backend
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
@@ -24,16 +24,6 @@ Addends = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _KeyValues = tuple[torch.Tensor, torch.Tensor]
 _Keys = tuple[torch.Tensor, torch.Tensor, BlockMask | None]
-
-
-class QueryRows(NamedTuple):
-    """Holds the inputs of a backward pass that belong to queries. dlse: None if nothing depends on lse."""
-
-    q: torch.Tensor
-    dout: torch.Tensor
-    dlse: torch.Tensor | None
-    out: torch.Tensor
-    lse: torch.Tensor
 
 
 class PartialAttention(NamedTuple):

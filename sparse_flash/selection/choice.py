@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..backends import compute_dtype, lse_to_subtract
@@ -30,7 +31,7 @@ _MOST_KEPT = 128  # blocks that the kernel holds in registers
 _CHUNK_CPU, _CHUNK_GPU = 1 << 22, 1 << 26  # scores held at a time
 
 
-class _Choice(NamedTuple):
+class BlockChoice(NamedTuple):
     """A choice of ``keep`` blocks by each group of ``every`` queries. heads: that pick. bounds: see ``choose_by_keys``."""
 
     heads: int
@@ -39,28 +40,25 @@ class _Choice(NamedTuple):
     block_size: int
     q_len: int
     kv_len: int
-    bounds: torch.Tensor | None = None
+    bounds: Tensor | None = None
 
     @property
     def own_blocks(self) -> int:
         """The most blocks in which the queries of one group are."""
         return most_own_blocks(self.every, self.block_size, self.kv_len - self.q_len)
 
-    def make_fake_picks(self, like: torch.Tensor) -> torch.Tensor:
+    def make_fake_picks(self, like: Tensor) -> Tensor:
         shape = like.shape[0], self.heads, -(-self.q_len // self.every), self.keep - 1 + self.own_blocks
         return like.new_empty(shape, dtype=torch.int32)
 
-    def pick_with_kernel(self, source: torch.Tensor, keys: torch.Tensor | None, kind: str, compression: Any = None) -> torch.Tensor:
+    def pick_with_kernel(self, source: Tensor, keys: Tensor | None, kind: str, compression: Any = None) -> Tensor:
         """See ``kernels/selection/pick_blocks``."""
         from ..kernels.selection.pick_blocks import pick_blocks
 
-        sizes = self.keep - 1, self.own_blocks, self.every, self.block_size, self.heads, self.q_len, self.kv_len
         with current_device(source.device):
-            return pick_blocks(as_contiguous_rows(source), keys, kind, *sizes, bounds=self.bounds, compression=compression)
+            return pick_blocks(as_contiguous_rows(source), keys, kind, self, compression=compression)
 
-    def pick_in_chunks(
-        self, score: Callable[[int, int], torch.Tensor], groups: int, numbers: int, device: torch.device
-    ) -> torch.Tensor:
+    def pick_in_chunks(self, score: Callable[[int, int], Tensor], groups: int, numbers: int, device: torch.device) -> Tensor:
         """Picks in PyTorch operations. score: (low, high) -> the scores of groups low .. high - 1, (batch, heads, groups, blocks).
         numbers: how many a group's scores take."""
         if self.bounds is None:
@@ -81,15 +79,8 @@ class _Choice(NamedTuple):
 
 @torch.library.custom_op(operator_name("choose_blocks"), mutates_args=())
 def choose_by_keys(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    keep: int,
-    every: int,
-    block_size: int,
-    share_group: bool,
-    score: str,
-    bounds: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, keep: int, every: int, block_size: int, share_group: bool, score: str, bounds: Tensor | None = None
+) -> Tensor:
     """Picks by queries and keys, (batch, kv_heads if share_group else heads, groups, n) int32, in the format of ``BlockSelection``.
 
     keep: how many blocks, the own ones of a group's first query among them. score: "mean", products with mean keys, or "max", the
@@ -97,14 +88,14 @@ def choose_by_keys(
     bounds: (groups, 2) int32, the first block that a group may choose, and its own, where lengths do not tell them; with every=1.
     """
     q_len, kv_len = q.shape[2], k.shape[2]
-    choice = _Choice(k.shape[1] if share_group else q.shape[1], keep, every, block_size, q_len, kv_len, bounds)
+    choice = BlockChoice(k.shape[1] if share_group else q.shape[1], keep, every, block_size, q_len, kv_len, bounds)
     means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
     if kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         return choice.pick_with_kernel(q, as_contiguous_rows(k) if means is None else means, score)
     exact = compute_dtype(q)
     rows, whole = q[:, :, ::every].unflatten(1, (k.shape[1], -1)), kv_len // block_size
 
-    def score_groups(low: int, high: int) -> torch.Tensor:
+    def score_groups(low: int, high: int) -> Tensor:
         some = rows[:, :, :, low:high].to(exact)
         if means is not None:
             some = some.sum(2, keepdim=True) if share_group else some
@@ -121,33 +112,33 @@ def choose_by_keys(
 
 
 @choose_by_keys.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, *_: object) -> torch.Tensor:
+def _(q: Tensor, k: Tensor, keep: int, every: int, block_size: int, share_group: bool, *_: object) -> Tensor:
     heads = k.shape[1] if share_group else q.shape[1]
-    return _Choice(heads, keep, every, block_size, q.shape[2], k.shape[2]).make_fake_picks(q)
+    return BlockChoice(heads, keep, every, block_size, q.shape[2], k.shape[2]).make_fake_picks(q)
 
 
 @torch.library.custom_op(operator_name("choose_by_scores"), mutates_args=())
 def choose_by_scores(
-    scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, bounds: torch.Tensor | None = None
-) -> torch.Tensor:
+    scores: Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, bounds: Tensor | None = None
+) -> Tensor:
     """Like ``choose_by_keys``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
     never chosen."""
     batch, heads, groups, blocks = scores.shape
-    choice = _Choice(heads, keep, every, block_size, q_len, kv_len, bounds)
+    choice = BlockChoice(heads, keep, every, block_size, q_len, kv_len, bounds)
     if kernel_chooses(scores, heads, keep):
         return choice.pick_with_kernel(scores, None, "given")
     return choice.pick_in_chunks(lambda low, high: scores[:, :, low:high], groups, batch * heads * blocks, scores.device)
 
 
 @choose_by_scores.register_fake
-def _(scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, *_: object) -> torch.Tensor:
-    return _Choice(scores.shape[1], keep, every, block_size, q_len, kv_len).make_fake_picks(scores)
+def _(scores: Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, *_: object) -> Tensor:
+    return BlockChoice(scores.shape[1], keep, every, block_size, q_len, kv_len).make_fake_picks(scores)
 
 
 @torch.library.custom_op(operator_name("choose_by_compressed"), mutates_args=())
 def choose_by_compressed(
-    q: torch.Tensor,
-    keys: torch.Tensor,
+    q: Tensor,
+    keys: Tensor,
     keep: int,
     every: int,
     block_size: int,
@@ -155,8 +146,8 @@ def choose_by_compressed(
     kv_len: int,
     length: int,
     stride: int,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
+    lse: Tensor | None = None,
+) -> Tensor:
     """Like ``choose_by_keys``, by attention to compressed keys: a block's score is the weight of its tokens.
 
     keys: (batch, kv_heads, n, head_dim), key i of the tokens i * stride .. i * stride + length - 1, all of them before kv_len. A
@@ -164,7 +155,7 @@ def choose_by_compressed(
     counts for a block by the strides that it has there. Weights are summed over the query heads that share keys if they share the
     choice. lse: (batch, heads, groups), natural, of the groups' first queries over what they read; None: computed.
     """
-    choice = _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
+    choice = BlockChoice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
     lse = None if lse is None else lse.to(compute_dtype(q)).contiguous()
     if keys.shape[2] and kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         from ..kernels.selection.pick_blocks import Compressed
@@ -175,7 +166,7 @@ def choose_by_compressed(
     last = torch.arange(keys.shape[2], device=keys.device) * stride + (length - 1)
     blocks, exact = kv_len // block_size, compute_dtype(q)
 
-    def score_groups(low: int, high: int) -> torch.Tensor:
+    def score_groups(low: int, high: int) -> Tensor:
         scores = rows[:, :, :, low:high].to(exact) @ keys[:, :, None].to(exact).mT * rows.shape[4] ** -0.5
         scores = scores.masked_fill(last > position[low:high, None], float("-inf"))
         logs = scores.logsumexp(-1) if lse is None else torch.unflatten(lse, 1, rows.shape[1:3])[..., low:high]
@@ -187,7 +178,7 @@ def choose_by_compressed(
         return choice.pick_in_chunks(score_groups, rows.shape[3], q.shape[0] * q.shape[1] * max(keys.shape[2], blocks), q.device)
 
 
-def _sum_strides(weights: torch.Tensor, blocks: int, per_block: int, reach: int) -> torch.Tensor:
+def _sum_strides(weights: Tensor, blocks: int, per_block: int, reach: int) -> Tensor:
     """Weights of blocks, (batch, heads, groups, blocks), from the weights of compressed keys. per_block: strides of a block. reach:
     strides of a compressed key, of which the first of key i is stride i."""
     # Added stride by stride, in one order for all blocks, so that equal blocks have equal scores.
@@ -200,19 +191,17 @@ def _sum_strides(weights: torch.Tensor, blocks: int, per_block: int, reach: int)
 
 
 @choose_by_compressed.register_fake
-def _(
-    q: torch.Tensor, keys: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, kv_len: int, *_: object
-) -> torch.Tensor:
-    return _Choice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len).make_fake_picks(q)
+def _(q: Tensor, keys: Tensor, keep: int, every: int, block_size: int, share_group: bool, kv_len: int, *_: object) -> Tensor:
+    return BlockChoice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len).make_fake_picks(q)
 
 
-def kernel_chooses(x: torch.Tensor, heads: int, keep: int) -> bool:
+def kernel_chooses(x: Tensor, heads: int, keep: int) -> bool:
     """Whether the kernel chooses. Elsewhere PyTorch operations do, which do not synchronize either."""
     fits = x.dtype in triton_backend.DTYPES and x.shape[0] * heads > 0 and keep <= _MOST_KEPT
     return fits and triton_backend.can_use_kernels(x.device)
 
 
-def rank_columns(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torch.Tensor | None = None) -> torch.Tensor:
+def rank_columns(scores: Tensor, before: Tensor, chosen: int, least: Tensor | None = None) -> Tensor:
     """(batch, heads, groups, chosen) int64: the columns with the best scores, -1 for none. least, before: (.., groups, 1): columns
     from the one on and below the other may be chosen; None: from 0 on."""
     column = torch.arange(scores.shape[3], device=scores.device)
@@ -224,7 +213,7 @@ def rank_columns(scores: torch.Tensor, before: torch.Tensor, chosen: int, least:
     return torch.nn.functional.pad(best, (0, chosen - best.shape[3]), value=-1)
 
 
-def add_own_block(best: torch.Tensor, own: torch.Tensor, none: int) -> torch.Tensor:
+def add_own_block(best: Tensor, own: Tensor, none: int) -> Tensor:
     """Picks in the format of ``BlockSelection`` from the best blocks, all of them before the own one. own: (.., groups, 1). none:
     more than any block."""
     picks = torch.cat([best, own.expand(*best.shape[:3], 1)], 3)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..backends import E4M3, Call, cache_capacity, check_read_pages, compute_dtype, dequantized, empty_out, hopper, lse_to_subtract
 from ..backends import triton as triton_backend
@@ -30,45 +31,36 @@ def supports(name: str, call: Call) -> str | None:
 
 
 def decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     selection: BlockSelection,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
+    kv_lens: Tensor | None,
+    block_table: Tensor | None,
     scale: float,
     backend: str,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``. scales: of e4m3 keys and of
     e4m3 values."""
     picks, every = selection.picks, selection.every
     by_kernel = backend != "torch"
     # torch.compile looks into operations, but not into a kernel.
     whole = not is_plain_eager(q, k, v) and (by_kernel or not torch.compiler.is_compiling())
-    call = q, k, v, picks, selection.block_size, every, kv_lens, block_table, scale, by_kernel, *scales
+    call = q, k, v, picks, selection.block_size, every, scale, by_kernel, kv_lens, block_table, *scales
     return (_decode_operator if whole else _decode)(*call)
 
 
 def _decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    picks: torch.Tensor,
-    block_size: int,
-    every: int,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    scale: float,
-    by_kernel: bool,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, picks: Tensor, block_size: int, every: int, scale: float, by_kernel: bool, *rest: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """rest: kv_lens, block_table, k_scale, v_scale."""
     if not by_kernel:
-        picks = _repeat_picks(picks, every, q.shape[2])
-        return decode_by_operations(q, k, v, picks, block_size, kv_lens, block_table, scale, k_scale, v_scale)
+        picks = picks if every == 1 else picks.repeat_interleave(every, 2)[:, :, : q.shape[2]]
+        return decode_by_operations(q, k, v, picks, block_size, scale, *rest)
     from ..kernels.selection.decode import selection_decode
 
+    kv_lens, block_table, k_scale, v_scale = rest
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
     ready, keys, values = (as_contiguous_rows(x, in_pairs=k.dtype == E4M3) for x in (q, k, v))
     options = {"kv_lens": kv_lens, "block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
@@ -77,31 +69,24 @@ def _decode(
     return restore_out(out, ready, q, v), lse
 
 
-_decode_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _decode, mutates_args=())
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor picks, SymInt block_size, SymInt every, float scale, bool by_kernel, "
+    "Tensor? kv_lens, Tensor? block_table, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)"
+)
+_decode_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _decode, mutates_args=(), schema=_SCHEMA)
 
 
 @_decode_operator.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
-def _repeat_picks(picks: torch.Tensor, every: int, q_len: int) -> torch.Tensor:
-    return picks if every == 1 else picks.repeat_interleave(every, 2)[:, :, :q_len]
-
-
 def decode_by_operations(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    picks: torch.Tensor,
-    block_size: int,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in PyTorch operations. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice."""
+    q: Tensor, k: Tensor, v: Tensor, picks: Tensor, block_size: int, scale: float, *of_cache: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) in PyTorch operations. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice. of_cache:
+    kv_lens, block_table, k_scale, v_scale."""
+    kv_lens, block_table, k_scale, v_scale = of_cache
     heads, q_len, slots = picks.shape[1:]
     exact = compute_dtype(q)
     position = query_positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None]
@@ -130,20 +115,14 @@ def decode_by_operations(
     return out, lse
 
 
-def query_positions(q: torch.Tensor, capacity: int, kv_lens: torch.Tensor | None) -> torch.Tensor:
+def query_positions(q: Tensor, capacity: int, kv_lens: Tensor | None) -> Tensor:
     """(batch, q_len) int64 positions of the queries, the last ones of each sequence. kv_lens: None: ``capacity``."""
     last = torch.arange(q.shape[2], device=q.device) - q.shape[2]
-    return last + resolve_lengths(len(q), capacity, kv_lens, q.device)[:, None]
+    lengths = torch.full((len(q),), capacity, device=q.device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
+    return last + lengths[:, None]
 
 
-def resolve_lengths(batch: int, capacity: int, kv_lens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """(batch,) int64."""
-    return torch.full((batch,), capacity, device=device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
-
-
-def read_tokens(
-    x: torch.Tensor, token: torch.Tensor, read: torch.Tensor, heads: int, block_table: torch.Tensor | None
-) -> torch.Tensor:
+def read_tokens(x: Tensor, token: Tensor, read: Tensor, heads: int, block_table: Tensor | None) -> Tensor:
     """(batch, heads, n, head_dim): tokens of a cache, for so many heads, as many for each of its own; or (batch, heads, n) their
     scales. token: (batch, heads | 1, n), int64. read: like token, bool; what is taken for others is not used. Raises as
     ``check_pages`` does."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..backends import Call
 from ..backends import hopper as backend_of_masks
@@ -30,14 +30,14 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
     return backend_of_masks.supports(replace(call, block_size=BLOCK_SIZES[0])) or triton.supports(call, selection)
 
 
-def forward(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*call: Any) -> tuple[Tensor, Tensor]:
     """Does what ``triton.forward`` does."""
     from ..kernels.selection.hopper_forward import picked_parts
 
     return triton.forward(*call, parts_kernel=picked_parts)
 
 
-def backward(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Does what ``triton.backward`` does."""
     from ..kernels.selection import hopper_backward
 

@@ -1,12 +1,11 @@
 """PyTorch operators of attention over picked blocks: what torch.compile, autograd and autocast see.
 
 A selection crosses the boundary as its picks, the tensors of ``always`` (or again the picks: see ``dispatch/operators``) and its
-numbers. A back end is a module of this package
-with
+numbers. A back end is a module of this package with
 
     supports(call, selection) -> str | None
     forward(q, k, v, selection, scale) -> (out, lse)
-    backward(dout, dlse, q, k, v, out, lse, selection, scale) -> (dq, dk, dv)
+    backward(QueryRows(q, dout, dlse, out, lse), k, v, selection, scale) -> (dq, dk, dv)
     block_lse(q, k, selection, scale) -> (batch, heads, q_len, n), for each picked block the lse of its pairs, -inf without pairs
     block_lse_backward(dblock_lse, q, k, block_lse, selection, scale) -> (dq, dk)
 
@@ -21,6 +20,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.library import CustomOpDef
 
 from .. import backends
@@ -31,15 +31,15 @@ from . import hopper, reference, triton
 from . import torch as selection_torch
 from .block_selection import BlockSelection
 
-_Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
-_Call: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool, float | None, str]
+_Packed: TypeAlias = tuple[Tensor, list[Tensor], int, int, int, bool]
+_Call: TypeAlias = tuple[Tensor, list[Tensor], int, int, int, bool, float | None, str]
 
 BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": triton, "torch": selection_torch, "reference": reference}
 
 
 def attend_to_picks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float | None, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float | None, backend: str
+) -> tuple[Tensor, Tensor]:
     """(out, lse) over the pairs that a selection keeps, differentiable in q, k and v. scale: None for 1 / sqrt(head_dim). backend:
     a name or "auto"."""
     refuse_transforms(q, k, v)
@@ -49,7 +49,7 @@ def attend_to_picks(
     return _forward(q, k, v, *_pack_selection(selection), scale, backend)
 
 
-def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float | None, backend: str) -> torch.Tensor:
+def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float | None, backend: str) -> Tensor:
     """(batch, heads, q_len, n): for each picked block the lse of a query's pairs in it; differentiable in q and k."""
     refuse_transforms(q, k)
     if q.shape[0] == 0:
@@ -75,33 +75,28 @@ def _define_operator(name: str, tensors: str, results: str) -> Callable[[Callabl
     return torch.library.custom_op(operator_name(name), mutates_args=(), schema=schema)
 
 
-def _prepare_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[ModuleType, BlockSelection, float]:
+def _prepare_call(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[ModuleType, BlockSelection, float]:
     """(back end, selection, scale) of a call; the same for both passes."""
-    *_, scale, backend = call
-    selection = _unpack_selection(q, k, *call)
+    picks, tables, tables_block, block_size, every, own, scale, backend = call
+    q_len, kv_len = q.shape[2], k.shape[2]
+    always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
+    selection = BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
 
     def supports(name: str, call: backends.Call) -> str | None:
         return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
 
-    name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, selection.block_size), supports)
+    name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, block_size), supports)
     return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
 
 
-def _unpack_selection(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> BlockSelection:
-    picks, tables, tables_block, block_size, every, own, _, _ = call
-    q_len, kv_len = q.shape[2], k.shape[2]
-    always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
-    return BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
-
-
 @_define_operator("selected_attention", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)")
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Tensor]:
     chosen, selection, scale = _prepare_call(q, k, v, *call)
     return chosen.forward(q, k, v, selection, scale)
 
 
 @_forward.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Tensor]:
     return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=backends.compute_dtype(q))
 
 
@@ -111,51 +106,40 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: *_Call) -> tuple
     "(Tensor, Tensor, Tensor)",
 )
 def _backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *call: *_Call,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: *_Call
+) -> tuple[Tensor, Tensor, Tensor]:
     chosen, selection, scale = _prepare_call(q, k, v, *call)
-    return chosen.backward(dout, dlse, q, k, v, out, lse, selection, scale)
+    return chosen.backward(backends.QueryRows(q, dout, dlse, out, lse), k, v, selection, scale)
 
 
 @_backward.register_fake
-def _(
-    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any
-) -> tuple[torch.Tensor, ...]:
+def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(t) for t in (q, k, v))
 
 
 @_define_operator("picked_block_lse", "Tensor q, Tensor k", "Tensor")
-def _block_lse(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> torch.Tensor:
+def _block_lse(q: Tensor, k: Tensor, *call: *_Call) -> Tensor:
     chosen, selection, scale = _prepare_call(q, k, k, *call)
     return chosen.block_lse(q, k, selection, scale)
 
 
 @_block_lse.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, *call: *_Call) -> torch.Tensor:
+def _(q: Tensor, k: Tensor, *call: *_Call) -> Tensor:
     return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=backends.compute_dtype(q))
 
 
 @_define_operator("picked_block_lse_backward", "Tensor dblock_lse, Tensor q, Tensor k, Tensor block_lse", "(Tensor, Tensor)")
-def _block_lse_backward(
-    dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, block_lse: torch.Tensor, *call: *_Call
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_lse_backward(dblock_lse: Tensor, q: Tensor, k: Tensor, block_lse: Tensor, *call: *_Call) -> tuple[Tensor, Tensor]:
     chosen, selection, scale = _prepare_call(q, k, k, *call)
     return chosen.block_lse_backward(dblock_lse, q, k, block_lse, selection, scale)
 
 
 @_block_lse_backward.register_fake
-def _(dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(dblock_lse: Tensor, q: Tensor, k: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
     """inputs: q, k and perhaps v, then ``_Call``."""
     tensors, (picks, tables, *ctx.options) = inputs[:-8], inputs[-8:]
     results = output if isinstance(output, tuple) else (output,)
@@ -163,7 +147,7 @@ def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor | tuple[t
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, picks, *tables = ctx.saved_tensors
     none = (None, [None] * len(tables), *(None for _ in ctx.options))
     if dout is None and dlse is None:
@@ -171,7 +155,7 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -
     return *_backward(*prepare_upstream(dout, dlse, out, lse), q, k, v, out, lse, picks, tables, *ctx.options), *none
 
 
-def _gradients_of_block_lse(ctx: Any, dblock_lse: torch.Tensor | None) -> tuple[Any, ...]:
+def _gradients_of_block_lse(ctx: Any, dblock_lse: Tensor | None) -> tuple[Any, ...]:
     q, k, result, picks, *tables = ctx.saved_tensors
     none = (None, [None] * len(tables), *(None for _ in ctx.options))
     if dblock_lse is None:

@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
-from ..backends import Call, compute_dtype, lse_to_subtract
+from ..backends import Call, QueryRows, compute_dtype, lse_to_subtract
 from ..backends import reference as dense
 from .block_selection import BlockSelection
-
-
-class _Kept(NamedTuple):
-    """A selection's pairs by query head: the part of a BlockMask that the oracle uses."""
-
-    pairs: torch.Tensor
-
-    def to_dense(self) -> torch.Tensor:
-        return self.pairs
 
 
 def supports(call: Call, selection: BlockSelection) -> str | None:
     return dense.supports(call)
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse), computed in float64 whatever the inputs' dtype."""
     return dense.forward(q, k, v, _to_dense_mask(selection, q), scale, True, None)
 
 
-def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    selection: BlockSelection,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(rows: QueryRows, k: Tensor, v: Tensor, selection: BlockSelection, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a forward pass recomputed in float64; ``out`` and ``lse`` are not used."""
+    q, dout, dlse, out, lse = rows
     return dense.backward(dout, dlse, q, k, v, out, lse, _to_dense_mask(selection, q), scale, True, None)
 
 
-def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
+def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float) -> Tensor:
     """(batch, heads, q_len, n): see ``operators``."""
     by_block, picks = _scores(q, k, selection, scale).logsumexp(-1), _picks(selection, q)
     result = by_block.gather(3, picks.clamp(min=0)).masked_fill(picks < 0, float("-inf"))
@@ -54,8 +35,8 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
 
 
 def block_lse_backward(
-    dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, block_lse: torch.Tensor, selection: BlockSelection, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dblock_lse: Tensor, q: Tensor, k: Tensor, block_lse: Tensor, selection: BlockSelection, scale: float
+) -> tuple[Tensor, Tensor]:
     """(dq, dk) of a forward pass recomputed in float64; ``block_lse`` is not used."""
     scores, picks = _scores(q, k, selection, scale), _picks(selection, q)
     by_block = scores.logsumexp(-1)
@@ -66,21 +47,23 @@ def block_lse_backward(
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk.unflatten(1, (k.shape[1], -1)).sum(2))
 
 
-def _to_dense_mask(selection: BlockSelection, q: torch.Tensor) -> _Kept:
-    return _Kept(selection.to_dense().repeat_interleave(q.shape[1] // selection.heads, 1))
+def _to_dense_mask(selection: BlockSelection, q: Tensor) -> SimpleNamespace:
+    """A selection's pairs by query head, as the part of a BlockMask that the oracle uses."""
+    pairs = selection.to_dense().repeat_interleave(q.shape[1] // selection.heads, 1)
+    return SimpleNamespace(to_dense=lambda: pairs)
 
 
-def _picks(selection: BlockSelection, q: torch.Tensor) -> torch.Tensor:
+def _picks(selection: BlockSelection, q: Tensor) -> Tensor:
     """(batch, heads, q_len, n) int64."""
     query = torch.arange(selection.q_len, device=q.device)
     return selection.picks[:, :, query // selection.every].long().repeat_interleave(q.shape[1] // selection.heads, 1)
 
 
-def _keys(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _keys(q: Tensor, k: Tensor) -> Tensor:
     return k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
+def _scores(q: Tensor, k: Tensor, selection: BlockSelection, scale: float) -> Tensor:
     """(batch, heads, q_len, blocks, block_size) float64, -inf for keys after the query and past the last."""
     query, key = (torch.arange(length, device=q.device) for length in (selection.q_len, selection.kv_len))
     scores = scale * q.double() @ _keys(q, k).mT

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ..backends import Call, compute_dtype, empty_out, lse_to_subtract, zero_keyless_queries
+from ..backends import Call, QueryRows, compute_dtype, empty_out, lse_to_subtract, zero_keyless_queries
 from ..backends.torch import repeatable, without_autocast
 from ..masks.block_mask import BlockMask
 from .block_selection import BlockSelection
@@ -27,9 +28,7 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
     return None
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
     with without_autocast(q):
@@ -44,18 +43,9 @@ def forward(
     return out, lse
 
 
-def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    selection: BlockSelection,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(rows: QueryRows, k: Tensor, v: Tensor, selection: BlockSelection, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv)."""
+    q, dout, dlse, out, lse = rows
     dq, dout = torch.empty_like(q), zero_keyless_queries(dout, lse)
     with without_autocast(q):
         call = _ChunkedCall(q, k, v, selection, scale)
@@ -73,7 +63,7 @@ def backward(
     return dq, dk.total(), dv.total()
 
 
-def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
+def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float) -> Tensor:
     """(batch, heads, q_len, n): see ``operators``."""
     result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=compute_dtype(q))
     with without_autocast(q):
@@ -84,8 +74,8 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
 
 
 def block_lse_backward(
-    dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, block_lse: torch.Tensor, selection: BlockSelection, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dblock_lse: Tensor, q: Tensor, k: Tensor, block_lse: Tensor, selection: BlockSelection, scale: float
+) -> tuple[Tensor, Tensor]:
     """(dq, dk)."""
     dq = torch.empty_like(q)
     with without_autocast(q):
@@ -99,14 +89,14 @@ def block_lse_backward(
     return dq, dk.total()
 
 
-def _softmax_weights(scores: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
+def _softmax_weights(scores: Tensor, logs: Tensor) -> Tensor:
     return (scores - lse_to_subtract(logs)).exp()
 
 
 class _ChunkedCall:
     """The chunks of a call, each of whole groups. v: None where only scores are asked for; then ``always`` has no part."""
 
-    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, selection: BlockSelection, scale: float):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor | None, selection: BlockSelection, scale: float):
         self.q, self.scale, self.selection = q, scale, selection
         self.size, self.every, self.heads = selection.block_size, selection.every, selection.heads
         self.shared = q.shape[1] // self.heads  # query heads that share picks
@@ -116,7 +106,7 @@ class _ChunkedCall:
         self.blocks = [self.in_blocks(t) for t in self.tensors]
         self.always = None if v is None or selection.always is None else _KeysOfAlways(selection.always, selection.offset)
 
-    def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
+    def in_blocks(self, x: Tensor) -> Tensor:
         """(batch * kv_heads * kv_blocks, block_size, head_dim), zeros past the last key."""
         x = torch.nn.functional.pad(x, (0, 0, 0, self.selection.kv_blocks * self.size - x.shape[2]))
         return x.reshape(-1, self.size, x.shape[3])
@@ -166,7 +156,7 @@ class _GroupChunk:
         self._cut_lists(block, len(call.blocks[0]))
         self.keys, self.values = (call.blocks[which][self.block].to(compute_dtype(call.q)) for which in (0, -1))
 
-    def _cut_lists(self, block: torch.Tensor, blocks: int) -> None:
+    def _cut_lists(self, block: Tensor, blocks: int) -> None:
         """Sets entry, valid, flat_group and block: lists by block, cut into equal pieces. block: of each entry, -1 for none."""
         order = block.argsort(stable=True)
         counts = torch.bincount(block + 1, minlength=blocks + 1)
@@ -180,29 +170,29 @@ class _GroupChunk:
         self.entry = order[torch.where(self.valid, start[self.block, None] + place, 0)]
         self.flat_group = self.entry // self.slots
 
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
+    def pack(self, x: Tensor) -> Tensor:
         """(batch, heads, q_len, width) -> rows of the chunk's queries; zeros past the last query."""
         x = x[:, :, self.first : self.stop].to(compute_dtype(x))
         x = torch.nn.functional.pad(x, (0, 0, 0, self.groups * self.call.every - x.shape[2]))
         x = x.reshape(x.shape[0], self.call.heads, self.call.shared, self.groups, self.call.every, x.shape[3])
         return x.transpose(2, 3).flatten(3, 4)
 
-    def unpack(self, rows: torch.Tensor, result: torch.Tensor) -> None:
+    def unpack(self, rows: Tensor, result: Tensor) -> None:
         """The reverse, of rows by flat group, into the chunk's queries of ``result``."""
         rows = rows.reshape(len(result), self.call.heads, self.groups, self.call.shared, self.call.every, -1).transpose(2, 3)
         rows = rows.reshape(len(result), result.shape[1], -1, result.shape[3])
         result[:, :, self.first : self.stop] = rows[:, :, : self.stop - self.first].to(result.dtype)
 
-    def gather(self, packed: torch.Tensor) -> torch.Tensor:
+    def gather(self, packed: Tensor) -> Tensor:
         """The rows of the entries of each piece, (pieces, entries * rows, width)."""
         return packed.flatten(0, 2)[self.flat_group].flatten(1, 2)
 
-    def gather_picks(self, x: torch.Tensor) -> torch.Tensor:
+    def gather_picks(self, x: Tensor) -> Tensor:
         """Numbers of queries and picks, (batch, heads, q_len, n), in the order of ``gather``: (pieces, entries * rows, 1)."""
         by_entry = self.pack(x).flatten(0, 2).mT.flatten(0, 1)
         return by_entry[self.entry].flatten(1, 2)[..., None]
 
-    def scatter(self, values: torch.Tensor, fill: float) -> torch.Tensor:
+    def scatter(self, values: Tensor, fill: float) -> Tensor:
         """Orders what was computed for the rows of each piece, (pieces, entries * rows, width), by pick: (flat groups, n, rows,
         width); ``fill`` for none."""
         values = torch.unflatten(values, 1, (self.entry.shape[1], -1))
@@ -211,7 +201,7 @@ class _GroupChunk:
         by_pick[self.entry[self.valid]] = values[self.valid]
         return torch.unflatten(by_pick, 0, (groups, self.slots))
 
-    def scores(self) -> torch.Tensor:
+    def scores(self) -> Tensor:
         """(pieces, entries * rows, block_size): scores of each piece's rows with its keys, -inf for pairs that are not kept."""
         call = self.call
         scores = self.gather(self.queries) @ self.keys.mT * call.scale
@@ -232,14 +222,14 @@ class _AlwaysPairs:
     pick, groups, n), what they picked; replaced by what is to be added to it, -1 for none.
     """
 
-    def __init__(self, block: np.ndarray, kept: np.ndarray, picks: torch.Tensor):
+    def __init__(self, block: np.ndarray, kept: np.ndarray, picks: Tensor):
         number, self.kept = (torch.from_numpy(x).to(picks.device) for x in (block, kept))
         self.picked = picks.shape[3]
         added = self.kept.any(3).any(1) & ~(picks[..., None] == number).any(3)
         self.column = added.byte().argsort(dim=3, descending=True, stable=True)[..., : int(added.sum(3).max())]
         self.picks = torch.where(added.gather(3, self.column), number[self.column], -1)
 
-    def pairs_of(self, flat_group: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    def pairs_of(self, flat_group: Tensor, slot: Tensor) -> Tensor:
         """(.., every, block_size) bool: which pairs of picks are kept, all of those that were not added."""
         if not self.picks.shape[3]:
             return torch.ones((), dtype=torch.bool, device=slot.device)
@@ -250,16 +240,16 @@ class _AlwaysPairs:
 class _KeyGradient:
     """A gradient of keys or values, summed over chunks in order."""
 
-    def __init__(self, like: torch.Tensor, call: _ChunkedCall):
+    def __init__(self, like: Tensor, call: _ChunkedCall):
         self.like = like
         self.sums = like.new_zeros(len(call.blocks[0]), call.size, like.shape[3], dtype=compute_dtype(like))
 
-    def add_blocks(self, block: torch.Tensor, products: torch.Tensor) -> None:
+    def add_blocks(self, block: Tensor, products: Tensor) -> None:
         """products: (pieces, block_size, head_dim), of these blocks."""
         with repeatable(self.sums, True):
             self.sums.index_add_(0, block, products)
 
-    def total(self) -> torch.Tensor:
+    def total(self) -> Tensor:
         by_token = self.sums.view(*self.like.shape[:2], -1, self.like.shape[3])
         return torch.empty_like(self.like).copy_(by_token[:, :, : self.like.shape[2]])
 

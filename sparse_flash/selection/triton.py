@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..backends import Call
+from ..backends import Call, QueryRows
 from ..backends import triton as backend_of_masks
 from ..kernels.common.config import padded_head_dim
 from ..kernels.common.layout import as_addressable, empty_out, restore_layout, restore_out
@@ -48,21 +49,15 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
     return None
 
 
-def _sizes(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection) -> SelectionSizes:
+def _sizes(q: Tensor, k: Tensor, selection: BlockSelection) -> SelectionSizes:
     (batch, heads, q_len), (kv_heads, kv_len) = q.shape[:3], k.shape[1:3]
     pickers, slots = selection.picks.shape[1] // kv_heads, selection.picks.shape[3]
     return SelectionSizes(batch, heads, kv_heads, q_len, kv_len, selection.every, slots, pickers, selection.block_size)
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    selection: BlockSelection,
-    scale: float,
-    *,
-    parts_kernel: Callable[..., None] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float, *, parts_kernel: Callable[..., None] | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns (out, lse), out in q's memory order. parts_kernel: instead of ``picked_parts``."""
     from ..kernels.selection import lists
     from ..kernels.selection.forward import picked_parts, visit_blocks
@@ -91,23 +86,14 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    selection: BlockSelection,
-    scale: float,
-    *,
-    gathering: ModuleType | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows: QueryRows, k: Tensor, v: Tensor, selection: BlockSelection, scale: float, *, gathering: ModuleType | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv). Without atomics, gradients repeat bit for bit. gathering: the module of another ``picked_grads``."""
     from ..kernels.selection import backward as kernels
     from ..kernels.selection import lists
     from ..kernels.selection.tiles import SelectionOperands
 
+    q, dout, dlse, out, lse = rows
     picks, always, sizes = selection.picks, selection.always, _sizes(q, k, selection)
     dout, out = as_addressable(dout), as_addressable(out)
     ready = [as_addressable(t) for t in (q, k, v)]
@@ -132,7 +118,7 @@ def backward(
     return restore_layout(dq, ready[0], q), restore_layout(dk, ready[1], k), restore_layout(dv, ready[2], v)
 
 
-def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
+def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float) -> Tensor:
     """Returns (batch, heads, q_len, n) float32."""
     from ..kernels.selection import lists
     from ..kernels.selection.forward import picked_parts
@@ -151,8 +137,8 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
 
 
 def block_lse_backward(
-    dmasses: torch.Tensor, q: torch.Tensor, k: torch.Tensor, masses: torch.Tensor, selection: BlockSelection, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dmasses: Tensor, q: Tensor, k: Tensor, masses: Tensor, selection: BlockSelection, scale: float
+) -> tuple[Tensor, Tensor]:
     """Returns (dq, dk). masses: of ``block_lse``. dmasses: its gradient."""
     from ..kernels.selection import backward as kernels
     from ..kernels.selection import lists
@@ -176,9 +162,9 @@ class _Sums(NamedTuple):
     """Sums of dK or dV over pieces of lists and of columns of ``always``, and what a round leaves to the next one of its
     batch-heads: (keys, padded head_dim) float32 each, or None."""
 
-    pieces: torch.Tensor
-    always: torch.Tensor | None
-    before: torch.Tensor | None
+    pieces: Tensor
+    always: Tensor | None
+    before: Tensor | None
 
 
 class _BackwardWorkspace(NamedTuple):
@@ -188,13 +174,13 @@ class _BackwardWorkspace(NamedTuple):
     rounds: Rounds
     most: int
     always: Pieces | None
-    parts: torch.Tensor | None
+    parts: Tensor | None
     k_sums: _Sums
     v_sums: _Sums
 
 
 def _backward_workspace(
-    ready: Sequence[torch.Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool, gathering: ModuleType
+    ready: Sequence[Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool, gathering: ModuleType
 ) -> _BackwardWorkspace:
     """ready: q, k and v. with_parts: whether dQ comes as parts. gathering: the module of ``picked_grads``."""
     from ..kernels.selection import lists

@@ -15,6 +15,7 @@ from sparse_flash.kernels.common import config as grids
 from sparse_flash.kernels.launch import order
 from sparse_flash.kernels.portable import configs
 from sparse_flash.kernels.selection import pick_blocks
+from sparse_flash.selection.choice import BlockChoice
 
 BATCH, TOKENS, BLOCK = 70_001, 32, 16  # a prime number of batches
 
@@ -61,7 +62,7 @@ def choice(kind):
         q, k, _ = inputs()
         compression = pick_blocks.Compressed(BLOCK, BLOCK, None) if kind == "softmax" else None
         keys = k if kind == "max" else k[:, :, :2].float() if kind == "mean" else k[:, :, :2]
-        pick_blocks.pick_blocks(q, keys, kind, 1, 1, 1, BLOCK, 1, TOKENS, TOKENS, compression=compression)
+        pick_blocks.pick_blocks(q, keys, kind, BlockChoice(1, 2, 1, BLOCK, TOKENS, TOKENS), compression=compression)
 
     return run
 

@@ -217,22 +217,21 @@ def test_no_later_token_decides_what_a_query_sees_nor_its_gradients(score, every
 def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, heads, poison):
     from sparse_flash.kernels.common.config import Config
     from sparse_flash.kernels.selection.pick_blocks import pick_blocks
-    from sparse_flash.selection.block_selection import most_own_blocks
 
     batch = 2 if every > 1 else 1
     q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
-    sizes = keep - 1, most_own_blocks(every, 16, kv_len - q_len), every, 16
+    sizes = keep, every, 16, q_len, kv_len
     config = Config(16, 16, 1, 1)
     if kind == "given":
         scores = whole_numbers(batch, 2, -(-q_len // every), -(-kv_len // 16))
         scores[0, 0, :, 0], scores[0, 1, :, 0] = float("-inf"), float("nan")
         wanted = choice.choose_by_scores(scores, keep, every, 16, q_len, kv_len)
-        assert torch.equal(pick_blocks(scores, None, kind, *sizes, 2, q_len, kv_len, config), wanted)
+        assert torch.equal(pick_blocks(scores, None, kind, choice.BlockChoice(2, *sizes), config), wanted)
         return
     keys = choice.block_means(k[:, :, : kv_len // 16 * 16], 16) if kind == "mean" else k
     for share_group in (False, True):
         wanted = choice.choose_by_keys(q, k, keep, every, 16, share_group, kind)
-        assert torch.equal(pick_blocks(q, keys, kind, *sizes, wanted.shape[1], q_len, kv_len, config), wanted)
+        assert torch.equal(pick_blocks(q, keys, kind, choice.BlockChoice(wanted.shape[1], *sizes), config), wanted)
 
 
 @needs_triton
@@ -241,19 +240,18 @@ def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, h
 def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv_len, keep, heads, length, stride, block, poison):
     from sparse_flash.kernels.common.config import Config
     from sparse_flash.kernels.selection.pick_blocks import Compressed, pick_blocks
-    from sparse_flash.selection.block_selection import most_own_blocks
 
     generator = torch.Generator().manual_seed(length + q_len)
     q = tensor((2, heads[0], q_len, 24), generator=generator)
     keys = tensor((2, heads[1], compressed_count(kv_len, length, stride), 24), generator=generator)
-    sizes = keep - 1, most_own_blocks(every, block, kv_len - q_len), every, block
     lse = torch.randn(2, heads[0], -(-q_len // every), generator=generator).to(DEVICE)
     for share_group, known in ((False, None), (True, None), (True, lse)):
         wanted = choice.choose_by_compressed(q.cpu(), keys.cpu(), keep, every, block, share_group, kv_len, length, stride,
                                              None if known is None else known.cpu())  # fmt: skip
         compression = Compressed(length, stride, known)
+        asked = choice.BlockChoice(wanted.shape[1], keep, every, block, q_len, kv_len)
         for config in (Config(16, 16, 1, 1), None) if share_group and known is None else (None,):
-            found = pick_blocks(q, keys, "softmax", *sizes, wanted.shape[1], q_len, kv_len, config, compression=compression)
+            found = pick_blocks(q, keys, "softmax", asked, config, compression)
             assert torch.equal(found.cpu(), wanted)
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sparse_flash as sf
+from sparse_flash.backends import QueryRows
 from sparse_flash.selection import torch as selection_torch
 
 parametrize = pytest.mark.parametrize
@@ -98,7 +99,7 @@ def test_keys_that_are_always_kept_take_little_memory(every):
     selection = sf.topk_blocks(q, k, 4, every=every, block_size=16, always="sinks(4) | local(64)")
     with LargestResult() as results:
         out, lse = selection_torch.forward(q, k, v, selection, 0.1)
-        selection_torch.backward(out, lse, q, k, v, out, lse, selection, 0.1)
+        selection_torch.backward(QueryRows(q, out, lse, out, lse), k, v, selection, 0.1)
     assert results.most <= selection_torch._CHUNK_CPU // 4  # of a chunk of all queries
 
 

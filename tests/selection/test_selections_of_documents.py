@@ -144,15 +144,15 @@ def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
 
     first = torch.tensor([0] * 30 + [2] * 40 + [6] * 50, device=DEVICE)
     bounds = torch.stack([first, first + torch.cat([torch.arange(n) for n in (30, 40, 50)]).to(DEVICE) // 16], 1).int()
-    config = Config(16, 16, 1, 1)
+    config, asked = Config(16, 16, 1, 1), choice.BlockChoice(2, KEEP, 1, 16, 120, 160, bounds)
     q, k, scores = whole_numbers(1, 4, 120, 8), whole_numbers(1, 2, 160, 8), whole_numbers(1, 2, 120, 10)
     if kind == "given":
         wanted = choice.choose_by_scores(scores, KEEP, 1, 16, 120, 160, bounds)
-        found = pick_blocks(scores, None, kind, KEEP - 1, 1, 1, 16, 2, 120, 160, config, bounds)
+        found = pick_blocks(scores, None, kind, asked, config)
     else:
         wanted = choice.choose_by_keys(q, k, KEEP, 1, 16, True, kind, bounds)
         keys = choice.block_means(k, 16) if kind == "mean" else k
-        found = pick_blocks(q, keys, kind, KEEP - 1, 1, 1, 16, 2, 120, 160, config, bounds)
+        found = pick_blocks(q, keys, kind, asked, config)
     assert torch.equal(found, wanted) and (found[0, :, 70:, 0] >= 6).all() and (found[0, :, 30:70, 0] >= 2).all()
 
 

@@ -277,19 +277,17 @@ def supports(rows: torch.Tensor, per_kv_block: int) -> bool:
     return rows.dtype in (torch.float16, torch.bfloat16) and rows.shape[3] in (64, 128) and per_kv_block >= 4
 
 
-def log_sums(rows, columns, until, bounds, sums, span, factor, per_q_block, per_kv_block, first, count) -> None:
-    """Writes sums: see ``log_sums_kernel``. The rest as for ``scores_of_blocks``."""
-    batch, heads, _, dim = rows.shape
-    rows, columns = (as_addressable(_in_spans(x, span) if span > 1 else x) for x in (rows, columns))
-    keys = max(per_kv_block, 128 if span == 1 else 256)
-    shape = LogSumShape(dim, span, per_q_block, per_kv_block, bounds is not None, keys, (4 if span == 1 else 2) * 128 // dim)
-    arguments = [
-        gluon_descriptor(rows, [1, 1, GROUP_ROWS.value, WIDTH.value]),
-        gluon_descriptor(columns, [1, 1, keys, WIDTH.value]),
-    ]
+def log_sums(features, sums: torch.Tensor, first: int, count: int) -> None:
+    """Does what ``log_sums.log_sums`` does."""
+    span, until, bounds, (batch, heads, _, dim) = features.span, features.until, features.bounds, features.rows.shape
+    rows, columns = (as_addressable(_in_spans(x, span) if span > 1 else x) for x in (features.rows, features.columns))
+    keys = max(features.per_kv_block, 128 if span == 1 else 256)
+    of_blocks = features.per_q_block, features.per_kv_block
+    shape = LogSumShape(dim, span, *of_blocks, bounds is not None, keys, (4 if span == 1 else 2) * 128 // dim)
+    arguments = [gluon_descriptor(x, [1, 1, size, WIDTH.value]) for x, size in ((rows, GROUP_ROWS.value), (columns, keys))]
     chunk = max(CHUNK // span, 2 * keys)
     arguments += [until, until if bounds is None else bounds, sums, batch * heads, heads, heads // columns.shape[1]]
-    arguments += [first, count, sums.shape[3], chunk, factor * LOG2_E.value]
+    arguments += [first, count, sums.shape[3], chunk, features.factor * LOG2_E.value]
     grid = triton.cdiv(count, shape.ROWS) * batch * heads * triton.cdiv(columns.shape[2], chunk), 1
     launch(hopper_log_sums_kernel, grid, arguments, {"SHAPE": Constants(shape)}, {"num_warps": 4})
 

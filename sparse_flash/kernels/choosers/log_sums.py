@@ -173,68 +173,45 @@ def shares_kernel(
 CONFIGS = {True: Config(128, 128, 8, 2), False: Config(128, 128, 8, 3)}
 
 
-def log_sums(
-    rows: torch.Tensor,
-    columns: torch.Tensor,
-    until: torch.Tensor,
-    bounds: torch.Tensor | None,
-    sums: torch.Tensor,
-    span: int,
-    factor: float,
-    per_q_block: int,
-    per_kv_block: int,
-    first: int,
-    count: int,
-) -> None:
-    """Writes sums of rows first .. first + count - 1: see ``log_sums_kernel``, and ``scores_of_blocks``."""
+def log_sums(features, sums: torch.Tensor, first: int, count: int) -> None:
+    """Writes sums of rows first .. first + count - 1: see ``log_sums_kernel``. features: as for ``scores_of_blocks``."""
+    rows, columns, until, bounds = features.rows, features.columns, features.until, features.bounds
     batch, heads, tokens, head_dim = rows.shape
     sizes = head_dim, *rows.stride()[:3], *columns.stride()[:3]
     arguments = [rows, columns, until, until if bounds is None else bounds, sums, heads, heads // columns.shape[1]]
-    arguments += [first, first + count, tokens, columns.shape[2], sums.shape[3], factor * LOG2_E.value, *sizes]
-    constants = {"SPAN": span, "PER_ROW": per_q_block, "PER_BLOCK": per_kv_block, "BOUNDED": bounds is not None}
+    arguments += [first, first + count, tokens, columns.shape[2], sums.shape[3], features.factor * LOG2_E.value, *sizes]
+    constants = {"SPAN": features.span, "PER_ROW": features.per_q_block, "PER_BLOCK": features.per_kv_block}
+    constants |= {"BOUNDED": bounds is not None}
     constants |= {"DIM": padded_head_dim(head_dim), "PRECISION": "ieee" if rows.dtype == torch.float32 else "tf32"}
 
     def run(config: Config) -> None:
-        tiles = {"TILE_M": config.tile_m, "TILE_N": max(config.tile_n, per_kv_block)}
+        tiles = {"TILE_M": config.tile_m, "TILE_N": max(config.tile_n, features.per_kv_block)}
         grid = triton.cdiv(count, config.tile_m) * batch * heads, 1
         launch(log_sums_kernel, grid, arguments, constants | tiles, config.options, integers_key(sizes))
 
     # Wide heads take more shared memory than some chips have.
-    run_within_memory(run, CONFIGS[span == 1], lambda: ("log_sums", rows.device, rows.dtype, *constants.values()))
+    run_within_memory(run, CONFIGS[features.span == 1], lambda: ("log_sums", rows.device, rows.dtype, *constants.values()))
 
 
 def scores_of_blocks(
-    rows: torch.Tensor,
-    columns: torch.Tensor,
-    until: torch.Tensor,
-    bounds: torch.Tensor | None,
-    span: int,
-    factor: float,
-    per_q_block: int,
-    per_kv_block: int,
-    kv_blocks: int,
-    low: int,
-    high: int,
-    mean: bool,
-    shared: bool,
-    by: Callable[..., None] | None = None,
+    features, kv_blocks: int, low: int, high: int, mean: bool, shared: bool, by: Callable[..., None] | None = None
 ) -> torch.Tensor:
     """(batch, heads, high - low, kv_blocks) float32, heads / group of them if ``shared``: the scores of blocks of queries low ..
-    high - 1. The rest as ``choosers.features.Features`` has it, until in int32; bounds: (batch, 3) int32, contiguous, or
-    None: see ``log_sums_kernel``. Last dimensions are contiguous. by: ``log_sums``, or what replaces it on a chip."""
-    batch, heads, tokens, _ = rows.shape
-    group, row_count = heads // columns.shape[1], triton.cdiv(tokens, span)
+    high - 1. features: ``choosers.features.Features``, with contiguous last dimensions; bounds contiguous. by: ``log_sums``, or
+    what replaces it on a chip."""
+    (batch, heads, tokens, _), until, bounds = features.rows.shape, features.until, features.bounds
+    group, row_count, per_q_block = heads // features.columns.shape[1], triton.cdiv(tokens, features.span), features.per_q_block
     first, end = low * per_q_block, min(high * per_q_block, row_count)
     count = end - first
-    sums = torch.empty((batch, heads, high - low, kv_blocks, per_q_block), dtype=torch.float32, device=rows.device)
-    (by or log_sums)(rows, columns, until, bounds, sums, span, factor, per_q_block, per_kv_block, first, count)
+    sums = torch.empty((batch, heads, high - low, kv_blocks, per_q_block), dtype=torch.float32, device=until.device)
+    (by or log_sums)(features, sums, first, count)
     of_heads = heads // group if shared else heads
-    scores = torch.empty((batch, of_heads, high - low, kv_blocks), dtype=torch.float32, device=rows.device)
+    scores = sums.new_empty(batch, of_heads, high - low, kv_blocks)
     rows_at_once = triton.next_power_of_2(per_q_block)
     wide = min(8192 // max(8, rows_at_once), triton.next_power_of_2(kv_blocks))
     arguments = [sums, until, until if bounds is None else bounds, scores]
     arguments += [kv_blocks, high - low, count, heads, group, first]
-    constants = {"PER_ROW": per_q_block, "PER_ROW_PAD": rows_at_once, "PER_BLOCK": per_kv_block}
+    constants = {"PER_ROW": per_q_block, "PER_ROW_PAD": rows_at_once, "PER_BLOCK": features.per_kv_block}
     constants |= {"BOUNDED": bounds is not None, "MEAN": mean, "SHARED": shared, "BLOCKS": max(16, wide)}
     launch(shares_kernel, ((high - low) * batch * of_heads, 1), arguments, constants, {"num_warps": 4})
     return scores

@@ -5,9 +5,9 @@
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..launch.launch import launch
 
@@ -164,14 +164,7 @@ def keep_bits_kernel(
 
 
 def apply_rule(
-    scores: torch.Tensor,
-    allowed: torch.Tensor,
-    forced: torch.Tensor,
-    numbers: torch.Tensor,
-    bits: torch.Tensor,
-    first_row: int,
-    rule: str,
-    threshold: float,
+    scores: Tensor, allowed: Tensor, forced: Tensor, numbers: Tensor, bits: Tensor, first_row: int, rule: str, threshold: float
 ) -> None:
     """Adds the blocks that a rule keeps to ``bits``; see ``keep_bits_kernel``. numbers: (rows,) int32, of "keep" and "budget" how
     many blocks of each row, of all heads together for "budget"."""

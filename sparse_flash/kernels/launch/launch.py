@@ -110,14 +110,7 @@ def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
 FUSED = {"enable_fp_fusion": True}
 
 
-def launch(
-    kernel,
-    grid: tuple[int, int],
-    arguments: list,
-    constants: dict,
-    options: dict,
-    specialized: tuple = (),
-):
+def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, options: dict, specialized: tuple = ()):
     """``kernel[grid](*arguments, **constants, **options)``. Repeated launches skip Triton's search for the compiled code, which
     costs as much host time as everything else. Returns the compiled kernel, or None under the interpreter.
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..common.config import Config, padded_head_dim
 from ..common.grid import tile_and_batch_head
@@ -227,10 +228,10 @@ class Compressed(NamedTuple):
 
     length: int
     stride: int
-    logs: torch.Tensor | None
+    logs: Tensor | None
 
 
-def compressed_lse(q: torch.Tensor, keys: torch.Tensor, compression: Compressed, every: int, kv_len: int) -> torch.Tensor:
+def compressed_lse(q: Tensor, keys: Tensor, compression: Compressed, every: int, kv_len: int) -> Tensor:
     """(batch, heads, groups) float32, see ``compressed_lse_kernel``. q, keys: as for ``pick_blocks``."""
     config, (batch, heads, q_len, head_dim) = _CONFIGS["softmax"], q.shape
     groups = triton.cdiv(q_len, every)
@@ -246,28 +247,17 @@ def compressed_lse(q: torch.Tensor, keys: torch.Tensor, compression: Compressed,
 
 
 def pick_blocks(
-    source: torch.Tensor,
-    keys: torch.Tensor | None,
-    kind: str,
-    chosen: int,
-    own: int,
-    every: int,
-    block_size: int,
-    heads: int,
-    q_len: int,
-    kv_len: int,
-    config: Config | None = None,
-    bounds: torch.Tensor | None = None,
-    compression: Compressed | None = None,
-) -> torch.Tensor:
-    """(batch, heads, groups, chosen + own) int32, ascending, then -1.
+    source: Tensor, keys: Tensor | None, kind: str, choice, config: Config | None = None, compression: Compressed | None = None
+) -> Tensor:
+    """(batch, heads, groups, blocks) int32, ascending, then -1.
 
     source: q, (batch, heads or more, q_len, head_dim), or with kind "given" scores, (batch, heads, groups, blocks). keys: means of
     whole blocks with kind "mean", (batch, kv_heads, blocks, head_dim) float32; with "max" k; with "softmax" compressed keys, which
-    ``compression`` tells of; else None. The last dimensions are contiguous. chosen, own: how many blocks of the best, and at most
-    of the queries' own. config: the kind's by default. bounds: (groups, 2) int32, the first block that a group may choose, and its
-    own, instead of what the lengths say; with every=1.
+    ``compression`` tells of; else None. The last dimensions are contiguous. choice: a ``selection.choice.BlockChoice``. config: the
+    kind's by default.
     """
+    heads, keep, every, block_size, q_len, kv_len, bounds = choice
+    chosen, own = keep - 1, choice.own_blocks
     config = config or _CONFIGS[kind]
     groups = triton.cdiv(q_len, every)
     picks = torch.empty((source.shape[0], heads, groups, chosen + own), dtype=torch.int32, device=source.device)
@@ -291,7 +281,7 @@ def pick_blocks(
     return picks
 
 
-def _precision(source: torch.Tensor) -> str:
+def _precision(source: Tensor) -> str:
     """Returns the precision of products of float32. Sums and means of 16-bit numbers lose less in tf32 than these numbers had lost;
     float32 takes three such products. On chips without tf32, products are exact and slow."""
     if not source.is_cuda or torch.cuda.get_device_capability(source.device) < (8, 0):
