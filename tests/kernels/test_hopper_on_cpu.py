@@ -5,6 +5,7 @@ from itertools import product
 import fuzz_calls
 import pytest
 import torch
+from calls import OWN, own_in_torch
 from oracle import check, heavy_rows_split, poisoned_memory
 
 import sparse_flash as sf
@@ -245,7 +246,7 @@ TERMS = {
     "alibi of batch": {"alibi_slopes": torch.tensor([[0.3, 0.05], [0.0, 0.2]])},
     "frozen bias": {"rel_bias": BIAS},
     "short bias": {"rel_bias": BIAS[:, :3]},
-    "own function": {"score_mod": fuzz_calls.OWN, "score_params": (torch.tensor([[0.1, -0.05], [0.0, 0.08]]), lens(2).int())},
+    "own function": {"score_mod": OWN, "score_params": (torch.tensor([[0.1, -0.05], [0.0, 0.08]]), lens(2).int())},
     "kv_lens": {"kv_lens": lens(41, 290)},
     "kv_lens of nothing": {"kv_lens": lens(0, 1000)},
     "q_lens": {"q_lens": lens(300, 133).int()},
@@ -359,9 +360,9 @@ def test_a_learned_bias_and_a_function_without_triton_are_refused_by_name():
         with pytest.raises(ValueError, match="computes no gradient of rel_bias"):
             sf.attention(q, q, q, backend="hopper", rel_bias=BIAS.clone().requires_grad_())
         with pytest.raises(ValueError, match="has no triton function"):
-            sf.attention(q, q, q, backend="hopper", score_mod=sf.ScoreFunction(fuzz_calls.own_in_torch))
+            sf.attention(q, q, q, backend="hopper", score_mod=sf.ScoreFunction(own_in_torch))
         with pytest.raises(ValueError, match="derivative may exceed"):
-            sf.attention(q, q, q, backend="hopper", score_mod=fuzz_calls.OWN, deterministic=True)
+            sf.attention(q, q, q, backend="hopper", score_mod=OWN, deterministic=True)
 
 
 @pytest.mark.parametrize("seed", (0, 24, 60))
