@@ -1,5 +1,7 @@
 """The kernels as compiled for a Hopper GPU, without one."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from outcomes import outcomes_of, spills_beyond_the_record
@@ -14,19 +16,33 @@ SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 OF_SELECTIONS = {"picked_parts", "visit_blocks", "picked_grads", "always_grads", "hopper_picked_parts", "hopper_picked_grads"}
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    return outcomes_of("sm90.py")
+# What each compiles by itself, the longest first.
+PROGRAMS = {"kernels": ("sm90.py",), "own scores": ("own_scores.py",)}
+PROGRAMS |= {group: ("sm90_launches.py", group) for group in ("selections", "choosers", "choices", "merges")}
 
 
 @pytest.fixture(scope="module")
-def of_selections():
-    return outcomes_of("sm90_launches.py", "selections")
+def outcomes():
+    """A function from the name of a program to its outcomes. Two programs run at a time."""
+    threads = ThreadPoolExecutor(2)
+    running = {name: threads.submit(outcomes_of, *program) for name, program in PROGRAMS.items()}
+    yield lambda name: running[name].result()
+    threads.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module")
-def of_choosers():
-    return outcomes_of("sm90_launches.py", "choosers")
+def kernels(outcomes):
+    return outcomes("kernels")
+
+
+@pytest.fixture(scope="module")
+def of_selections(outcomes):
+    return outcomes("selections")
+
+
+@pytest.fixture(scope="module")
+def of_choosers(outcomes):
+    return outcomes("choosers")
 
 
 def run_together(kernel: dict, programs: int, warps: int = 4) -> bool:
@@ -64,14 +80,14 @@ def test_products_of_selections_and_choosers_run_on_tensor_cores_and_gathered_ro
     assert all(k["async"] > 0 and k["mma"] > 0 and run_together(k, 3) for k in decoding), decoding
 
 
-def test_the_kernel_that_picks_blocks_does_not_spill_and_two_programs_share_a_multiprocessor():
-    kinds = outcomes_of("sm90_launches.py", "choices")
+def test_the_kernel_that_picks_blocks_does_not_spill_and_two_programs_share_a_multiprocessor(outcomes):
+    kinds = outcomes("choices")
     assert len(kinds) == 11 and all(k["stack"] == 0 and k["shared"] <= 72 << 10 for k in kinds), kinds
     assert [k["wgmma"] > 0 for k in kinds] == [k["case"][0] != "given" for k in kinds]
 
 
-def test_kernels_that_merge_do_not_spill_load_16_bytes_at_a_time_and_read_a_tiles_lse_before_it_is_written():
-    kinds = outcomes_of("sm90_launches.py", "merges")
+def test_kernels_that_merge_do_not_spill_load_16_bytes_at_a_time_and_read_a_tiles_lse_before_it_is_written(outcomes):
+    kinds = outcomes("merges")
     assert {k["kernel"] for k in kinds} == {"merge", "move"} and all(k["stack"] == 0 for k in kinds), kinds
     wide = [k for k in kinds if k["dim"] in (64, 128, 256) and k["case"][0] != "torch.float64"]
     # A copy reads one tensor, all others two. Sixteen warps or more share a multiprocessor.
@@ -162,8 +178,8 @@ def test_two_programs_share_a_multiprocessor(kernels):
     assert [k for k in of_128 if not run_together(k, 2, warps=8)] == []
 
 
-def test_hopper_names_a_score_function_that_gluon_cannot_compile():
-    elementwise, unknown, *others = outcomes_of("own_scores.py")
+def test_hopper_names_a_score_function_that_gluon_cannot_compile(outcomes):
+    elementwise, unknown, *others = outcomes("own scores")
     assert elementwise is None
     assert unknown == "it does not read score_params of torch.complex64"
     assert len(others) == 4 and all("cannot compile the score_mod __main__.in_torch#" in refusal for refusal in others), others
