@@ -20,6 +20,7 @@ from ...masks.block_mask import BlockMask
 from ...masks.parsing import parse
 from ...masks.pattern import And, Pattern, PerBatch, PerEntry
 from ...packed.rows import lay_out_rows
+from ...patterns import documents
 from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
 from .given_masks import CONFIG_KEY, OWN, PromptChoice, future_error, warn_of_lost_pairs
@@ -257,7 +258,7 @@ def _attend_padded(call: LayerCall, mask: _Mask) -> torch.Tensor:
     """Attends each sequence of a padded batch by itself."""
     if isinstance(mask, BlockMask):
         raise ValueError(
-            "a layer's BlockMask must be of one length; got a batch padded on the left, beside a cache, padding between tokens or "
+            "a layer's BlockMask must be of one length; got a batch padded on the left, with a cache, padding between tokens or "
             "limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
         )
     model_mask = call.model_mask
@@ -426,19 +427,19 @@ def _attend_documents(call: LayerCall, mask: _Mask, cu_seqlens: torch.Tensor) ->
     if model_mask.kept_pairs is None and not _needs_positions(call.settings, model_mask) and not isinstance(pattern, PerEntry):
         # Distances are the same on the whole axis, so documents are one more limit, in memory for the tokens alone.
         inner = [[bound - row * tokens for bound in bounds if row * tokens <= bound <= (row + 1) * tokens] for row in range(batch)]
-        separate: Pattern = PerBatch(tuple(parse(f"documents({row})") for row in inner))
+        separate = PerBatch(tuple(map(documents, inner)))
         mask = model_mask.intersect(separate if pattern is None else And.of(separate, pattern), call.query.device)
         return _attend(call, call.query, *_cut_cache(call)[:2], mask, **_lengths_of(model_mask))
     if model_mask.kept_pairs is not None:
         places = [(row, bound % tokens, bound % tokens + n) for row, bound, n in zip(rows, bounds, counts, strict=False) if n]
         return _attend_runs(call, mask, [_TokenRun(row, low, high, low, high, 0) for row, low, high in places])
     longest, device = max(lengths), call.query.device
-    documents = lay_out_rows(torch.tensor(bounds, device=device), batch * tokens, longest, at_end=False)
-    query, key, value = (documents.take(_pack(t[:, :, :tokens])) for t in (call.query, call.key, call.value))
+    axis = lay_out_rows(torch.tensor(bounds, device=device), batch * tokens, longest, at_end=False)
+    query, key, value = (axis.take(_pack(t[:, :, :tokens])) for t in (call.query, call.key, call.value))
     model_mask = model_mask.changed(q_length=longest, kv_length=longest, key_count=longest)
     count = torch.tensor(counts, dtype=torch.int32, device=device)
     mask = model_mask.intersect(_mask_of_rows(mask, rows, batch), device)
-    return _unpack(documents.put_back(_attend(call, query, key, value, mask, q_lens=count, kv_lens=count), 0.0), batch)
+    return _unpack(axis.put_back(_attend(call, query, key, value, mask, q_lens=count, kv_lens=count), 0.0), batch)
 
 
 def _why_not_varlen(call: LayerCall, mask: _Mask) -> str | None:
