@@ -1,5 +1,5 @@
-"""What the adapters of model libraries share: advice, checks, printed layers, and the record of which pairs layers keep and why a
-layer ran dense. It knows no library's models."""
+"""Advice, checks, printed layers, and the record of which pairs layers keep and why a layer ran dense, for the adapters of all
+libraries. This module knows no library's models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..masks.cache import compile_cached
 from ..masks.pattern import short_text
 from ..selection.block_selection import BlockSelection
 
-# What to call instead, for a model of another library.
+# The call to make instead, by the library of the model.
 ADVICE = {
     "diffusers": "call use_sparse_flash(pipe.transformer, spec) of sparse_flash.integrations.diffusers for a video model of "
     "diffusers",

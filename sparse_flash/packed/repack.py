@@ -193,8 +193,8 @@ def long_document(pattern, k_blocks, before, device) -> LongDocument:
 
 
 def table_operator(name: str, on_device: Callable, on_host: Callable, axes: bool) -> Callable:
-    """Returns a function of (cu_seqlens of queries and keys, fields of a PackPlan, tables) that returns the tensors of a mask; with
-    ``axes``, those of both axes come first. It is an operator, which a plain call skips.
+    """Makes a PyTorch operator. Returns a function of (cu_seqlens of queries and keys, fields of a PackPlan, tables) that calls the
+    operator, or its body if the call is plain. It returns a mask's tensors; with ``axes``, the tensors of both axes come first.
 
     on_device, on_host: make them from (tables, q_starts, k_starts, plan), with kernels and with NumPy.
     """
@@ -244,7 +244,7 @@ def _fake_mask(plan: PackPlan, device: torch.device) -> list[tuple]:
             return known
 
     def table(rows: int, longest: int) -> list[tuple]:
-        """Of a ``Table``. longest: the most blocks that a row may have."""
+        """Returns the shapes of a ``Table``. longest: the most blocks that a row may have."""
         room = most_splits(longest)
         col_idx, tile_idx, items, splits = map(size, (plan.entries, plan.entries, rows + room, max(2, room)))
         work = [(1, items, WORK_FIELDS), (1, splits, SPLIT_FIELDS)]
@@ -255,7 +255,7 @@ def _fake_mask(plan: PackPlan, device: torch.device) -> list[tuple]:
 
 
 def _pack_on_device(tables, q_starts, k_starts, plan: PackPlan) -> list[torch.Tensor]:
-    """tables, plan: from ``_make_plan``. Returns the tensors of both axes, and those of the mask."""
+    """tables, plan: from ``_make_plan``. Returns the tensors of both axes, then the mask's."""
     from ..kernels.packed.repack import fill_rows, find_rows
 
     long, before, shares_documents = _long_mask(tables, plan), plan.before, bool(plan.shares_documents)

@@ -104,7 +104,7 @@ def _(
 
 @torch.library.custom_op(operator_name("context_attention_backward"), mutates_args=(), schema=_BACKWARD)
 def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> Gradients:
-    """Returns (dq, dk, dv) of the rank's tokens. saved: as ``_save_tensors`` saves it, then the settings that are no tensors."""
+    """Returns (dq, dk, dv) of the rank's tokens. saved: the tensors of ``_save_tensors``, then the numbers of ``_Settings``."""
     q, k, v, buffer, out, lse, *given = saved
     settings, rows = _Settings(*given), QueryRows(q, dout, dlse, out, lse)
     run, route = settings.partial_attention(q), Route.from_handle(settings.handle)

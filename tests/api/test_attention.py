@@ -1,4 +1,4 @@
-"""The call beside its properties: scores far from 0, which back end runs, warnings, and memory."""
+"""Scores far from 0, which back end runs, warnings, and memory."""
 
 import warnings
 from dataclasses import replace

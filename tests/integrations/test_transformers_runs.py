@@ -1,4 +1,4 @@
-"""Random padded runs of each decoder equal PyTorch's attention: whole, in pieces beside every kind of cache, and generating.
+"""Random padded runs of each decoder equal PyTorch's attention: whole, in pieces with every kind of cache, and generating.
 
 SPARSE_FLASH_RUNS=40 python -m pytest tests/integrations/test_transformers_runs.py    # so many of each decoder, by number
 """
@@ -123,7 +123,7 @@ def test_random_packed_sequences_are_what_each_is_alone(seed, name):
     alone_in_masks = name == "llama4_text" and cache == "none" and "attention_mask" not in given
     if chance.random() < 0.3 or (name in ("modernbert", "esm", "llama4_text") and not alone_in_masks):
         given["cu_seq_lens_q"] = ends
-    print(f"{name} under {mask!r} beside {cache}, {[*given]}, sequences {places}")
+    print(f"{name} under {mask!r} with {cache}, {[*given]}, sequences {places}")
     x = torch.randint(3, WORDS, exist.shape, generator=torch.Generator().manual_seed(seed))
     together = model(x, **given)[0]
     for row, place in places:

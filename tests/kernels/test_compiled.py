@@ -16,7 +16,7 @@ SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 OF_SELECTIONS = {"picked_parts", "visit_blocks", "picked_grads", "always_grads", "hopper_picked_parts", "hopper_picked_grads"}
 
 
-# What each compiles by itself, the longest first.
+# The programs whose outcomes tests read, the longest first.
 PROGRAMS = {"kernels": ("sm90.py",), "own scores": ("own_scores.py",)}
 PROGRAMS |= {group: ("sm90_launches.py", group) for group in ("selections", "choosers", "choices", "merges")}
 

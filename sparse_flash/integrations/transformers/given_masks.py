@@ -34,15 +34,15 @@ OWN = "own"
 DENSE_BELOW = 4096  # attention to fewer keys is a small part of a prompt's time, and 128 of them are a large part of the keys
 DENSE_LAST = 64  # an answer starts from these queries, and they cost one or two rows of blocks
 CONFIG_KEY = "sparse_flash"  # in a model's config
-_IMPLEMENTATION = "attn_implementation"  # beside it, if a user set it: Transformers then loads the model under that name
+_IMPLEMENTATION = "attn_implementation"  # in the config too, if a user set it: Transformers then loads the model under that name
 _FORMAT = 1
 
 
 class GivenMasks(NamedTuple):
     """The checked masks of a model's layers, by number.
 
-    layers: the masks; "own" for the model's own, or one plan of several ranks. choices: of those that have a chooser. ahead: which
-    of them let queries see later keys. bidirectional: whether those of a decoder may.
+    layers: the masks; "own" for the model's own, or one plan of several ranks. choices: of masks that have a chooser. ahead: which
+    masks let queries see later keys. bidirectional: whether a decoder's masks may do so.
     """
 
     layers: dict[int, Any]
@@ -261,8 +261,8 @@ def _mapping_of(adapter: Any) -> dict[str, Any]:
 
 def keep_in_adapters(model: Any, replaces: bool) -> str | None:
     """Keeps the record of a model's config in the configs of its adapters, which are saved with them: under ``auto_mapping``, an
-    entry that PEFT leaves as it is beside a task_type. replaces: whether in place of an earlier one. Returns the name of an adapter
-    that cannot hold it, if there is one."""
+    entry that PEFT leaves as it is if there is a task_type. replaces: whether an earlier record is replaced. Returns the name of an
+    adapter that cannot hold the record, or None."""
     record, refused = getattr(model.config, CONFIG_KEY, None), None
     for name, adapter in _adapters_of(model).items():
         mapping = _mapping_of(adapter)
