@@ -427,7 +427,7 @@ def _attend_documents(call: LayerCall, mask: _Mask, cu_seqlens: torch.Tensor) ->
     if model_mask.kept_pairs is None and not _needs_positions(call.settings, model_mask) and not isinstance(pattern, PerEntry):
         # Distances are the same on the whole axis, so documents are one more limit, in memory for the tokens alone.
         inner = [[bound - row * tokens for bound in bounds if row * tokens <= bound <= (row + 1) * tokens] for row in range(batch)]
-        separate = PerBatch(tuple(map(documents, inner)))
+        separate = PerBatch(tuple(documents(tuple(row)) for row in inner))
         mask = model_mask.intersect(separate if pattern is None else And.of(separate, pattern), call.query.device)
         return _attend(call, call.query, *_cut_cache(call)[:2], mask, **_lengths_of(model_mask))
     if model_mask.kept_pairs is not None:
