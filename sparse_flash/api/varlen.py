@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..compat.pytorch import is_plain_eager
+from ..masks.block_mask import BlockMask
 from ..masks.cache import to_traceable
 from ..masks.fit import check_fit, parse_if_names_tokens
 from ..masks.pattern import Pattern
 from ..packed.in_place import build_packed_mask
-from ..packed.repack import Axis, repack_documents
+from ..packed.kept import kept_of_documents
+from ..packed.repack import Axis, Packed, PackedDocuments, repack_documents
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
 from .arguments import cast_for_autocast, check_types
@@ -108,16 +111,25 @@ def attention_varlen(
     elif q.device.type == "cpu" and (named := parse_if_names_tokens(mask)) is not None:
         for lengths in zip(queries.cu_seqlens.diff().tolist(), keys.cu_seqlens.diff().tolist(), strict=True):
             check_fit(named, *lengths)
-    nothing = 0 in q.shape or 0 in k.shape  # then any mask will do, and attention computes none
-    in_place = mask if nothing else build_packed_mask(mask, queries, None if same else keys)
-    if in_place is not None:
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        out, lse = attention(q, k, v, in_place, **options)
-        out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-        return (out, lse) if return_lse else out
-    packed = repack_documents(mask, queries, None if same else keys)
-    q, k, v = packed.queries.to_blocks(q), packed.keys.to_blocks(k), packed.keys.to_blocks(v)
-    return _unpack_results(attention(q, k, v, packed.mask, **options), packed.queries, return_lse)
+    if 0 in q.shape or 0 in k.shape:  # then any mask will do, and attention computes none
+        packed: Any = mask
+    else:
+        of_keys = None if same else keys
+        key = mask, *queries[1:], *keys[1:], same
+        packed = kept_of_documents((queries.cu_seqlens, keys.cu_seqlens), key, partial(_pack, mask, queries, of_keys))
+    if isinstance(packed, Packed):
+        q, k, v = packed.queries.to_blocks(q), packed.keys.to_blocks(k), packed.keys.to_blocks(v)
+        return _unpack_results(attention(q, k, v, packed.mask, **options), packed.queries, return_lse)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    out, lse = attention(q, k, v, packed, **options)
+    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+def _pack(mask: Pattern | str, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | Packed:
+    """The mask of documents in place, or in blocks of their own under a pattern that this takes."""
+    in_place = build_packed_mask(mask, queries, keys)
+    return repack_documents(mask, queries, keys) if in_place is None else in_place
 
 
 def _has_same_documents(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bool:
