@@ -15,7 +15,7 @@ from ..compat.pytorch import is_distributed
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..selection.block_selection import BlockSelection
 from ..variant.eight_bits import PRECISIONS
-from ..variant.variant import check_number, check_same_device
+from ..variant.variant import check_number
 
 _MOST_HEADS = 128  # of models
 
@@ -62,20 +62,19 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empt
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must agree in batch and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}")
     check_head_groups(q.shape[1], k.shape[1])
-    if not torch.compiler.is_compiling():  # lengths are symbols there
-        _warn_of_transposed(q, k)
-
-
-def _warn_of_transposed(q: torch.Tensor, k: torch.Tensor) -> None:
-    """Warns if tokens seem to come before heads: more heads than models have, fewer tokens than that, and no more keys than
-    queries. Decoding steps and windows of images look different."""
-    if min(q.shape[1], k.shape[1]) > _MOST_HEADS >= q.shape[2] and k.shape[2] and q.shape[2] % k.shape[2] == 0:
+    if not torch.compiler.is_compiling() and looks_transposed(q, k):  # lengths are symbols there
         warnings.warn(
             f"q, k and v must be (batch, heads, tokens, head_dim); got q of shape {tuple(q.shape)}, {q.shape[1]} heads of "
             f"{q.shape[2]} tokens; if tokens come before heads, pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2), "
             "and transpose the result back",
             stacklevel=callers_level(),
         )
+
+
+def looks_transposed(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether tokens seem to come before heads: more heads than models have, fewer tokens than that, and no more keys than queries.
+    Decoding steps and windows of images look different."""
+    return min(q.shape[1], k.shape[1]) > _MOST_HEADS >= q.shape[2] and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
 
 
 def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})") -> None:
@@ -174,18 +173,6 @@ def check_precision(precision: object) -> None:
     """Raises ValueError for a precision that does not exist. None passes."""
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}; got {precision!r}")
-
-
-def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Raises ValueError or TypeError for sinks that do not fit."""
-    if sinks is None:
-        return
-    check_same_device("sinks", sinks, q)
-    if tuple(sinks.shape) != (q.shape[1],) or not sinks.is_floating_point():
-        raise ValueError(
-            f"sinks must be of a floating-point type and shape (heads,), here ({q.shape[1]},); got {sinks.dtype} of shape "
-            f"{tuple(sinks.shape)}"
-        )
 
 
 def check_mask(mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:

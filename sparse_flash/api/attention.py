@@ -103,7 +103,7 @@ def attention(
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
     is_plain = (
-        (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
+        (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is sinks is None)
         and (softcap is None and score_mod is None)
         and (isinstance(dropout_p, float) and dropout_p == 0.0)
         and (isinstance(score_params, tuple) and len(score_params) == 0)  # Dynamo traces no "not" of a tuple
@@ -112,8 +112,8 @@ def attention(
     if not is_plain:
         variant_arguments = {"dropout_p": dropout_p, "kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts}
         variant_arguments |= {"q_starts": q_starts, "softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
-        variant_arguments |= {"score_mod": score_mod, "score_params": score_params}
-    call = build_call(q, k, v, mask, scale, sinks, deterministic, backend, precision, variant_arguments)
+        variant_arguments |= {"score_mod": score_mod, "score_params": score_params, "sinks": sinks}
+    call = build_call(q, k, v, mask, scale, deterministic, backend, precision, variant_arguments)
     for observe in observers:
         observe(call.mask, q, k)
     if isinstance(call.mask, BlockSelection):
@@ -128,8 +128,8 @@ def _attend_to_selection(
     call: AttentionCall, selection: BlockSelection, return_lse: bool, return_block_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     out, lse = attend_to_picks(call.q, call.k, call.v, selection, call.scale, call.backend)
-    if call.sinks is not None:
-        out, lse = with_sinks(out, lse, call.sinks, None)
+    if call.variant is not None and call.variant.sinks is not None:
+        out, lse = with_sinks(out, lse, call.variant.sinks, None)
     results = [out, lse] if return_lse else [out]
     if return_block_lse:
         results.append(block_lse(call.q, call.k, selection, call.scale, call.backend))

@@ -21,16 +21,16 @@ from ..masks.memory import cached_until_cleared, register_clear
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern, short_text
 from ..selection.block_selection import BlockSelection
-from ..variant.variant import LENGTHS, build_variant
+from ..variant.variant import LENGTHS, Variant, build_variant
 from .arguments import (
     callers_level,
     cast_for_autocast,
     check_mask,
     check_precision,
     check_selection,
-    check_sinks,
     check_tensors,
     check_types,
+    looks_transposed,
     resolve_deterministic,
     resolve_scale,
     stand_in_for_empty_batch,
@@ -43,10 +43,13 @@ observers: list[Callable[[Any, torch.Tensor, torch.Tensor], None]] = []
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 
-# The back end chosen for each plain call so far, by everything that checks and choice depend on. At _MOST_CHOSEN entries all are
-# dropped. Entries never go stale: what back ends support on a device does not change while a process runs.
+# The shapes, dtypes and devices that ``check_tensors`` has passed, and the back end chosen for each call so far, by everything that
+# checks and choice depend on. At _MOST_CHOSEN entries all are dropped. Entries never go stale: what back ends support on a device
+# does not change while a process runs.
+_fitting_shapes: dict[tuple[object, ...] | None, None] = {}
 _chosen_backends: dict[tuple[object, ...] | None, str] = {}
 _MOST_CHOSEN = 4096
+register_clear(_fitting_shapes.clear)
 register_clear(_chosen_backends.clear)
 
 
@@ -56,7 +59,6 @@ def build_call(
     v: torch.Tensor,
     mask: BlockMask | BlockSelection | ChosenBlocks | Pattern | str | None,
     scale: float | None,
-    sinks: torch.Tensor | None,
     deterministic: bool | None,
     backend: str,
     precision: str | None,
@@ -64,19 +66,18 @@ def build_call(
 ) -> AttentionCall:
     """Returns the record of an ``sf.attention`` call. variant_arguments: the keywords of ``build_variant``, {} for none.
 
-    Raises ValueError for arguments that do not fit together, TypeError for wrong types. If a plain call is like an earlier one, its
-    shapes are not checked again.
+    Raises ValueError for arguments that do not fit together, TypeError for wrong types. The shapes of calls that are like earlier
+    ones are not checked again.
     """
     check_types(q, k, v)
     deterministic = resolve_deterministic(deterministic)
     backends.check_name(backend)
     q, k, v = cast_for_autocast(q, k, v)
     if precision is not None:
-        _check_precision(precision, q, k, v, mask, sinks)
+        _check_precision(precision, q, k, v, mask, variant_arguments.get("sinks"))
     if isinstance(mask, BlockSelection):
-        _check_selection_call(q, k, v, mask, variant_arguments)
-        check_sinks(sinks, q)
-        return AttentionCall(q, k, v, mask, None, resolve_scale(scale, q.shape[3]), deterministic, backend, None, sinks)
+        variant = _check_selection_call(q, k, v, mask, variant_arguments)
+        return AttentionCall(q, k, v, mask, None, resolve_scale(scale, q.shape[3]), deterministic, backend, variant)
     spec: Pattern | str | None = None
     if isinstance(mask, (Pattern, str)):
         spec = to_traceable(mask) if torch.compiler.is_compiling() else mask
@@ -87,11 +88,13 @@ def build_call(
 
     chooses = spec is not None and has_choosers(spec)  # raises SpecError for text that cannot be read
     is_empty = 0 in q.shape or 0 in k.shape
-    is_plain = spec is None and sinks is None and not variant_arguments and not is_empty
-    if not is_plain:
+    compiling = torch.compiler.is_compiling()
+    shapes = None if compiling else (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+    if compiling or shapes not in _fitting_shapes:
         check_tensors(q, k, v, may_be_empty=is_empty)
+        if not compiling and not looks_transposed(q, k):  # each such call is warned of
+            _remember(_fitting_shapes, shapes, None)
     variant = build_variant(q, k, **variant_arguments) if variant_arguments else None
-    check_sinks(sinks, q)
     if spec is not None:
         if chooses:
             without_choosers(spec)  # raises ValueError for an expression that mixes patterns and choosers wrongly
@@ -99,7 +102,7 @@ def build_call(
             check_known_end(spec)
     if is_empty:
         scale = resolve_scale(scale, q.shape[3])
-        return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, sinks, precision)
+        return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, precision)
 
     table: BlockMask | ChosenBlocks | str | None
     if isinstance(mask, (BlockMask, ChosenBlocks)):
@@ -112,37 +115,42 @@ def build_call(
         table = _table_or_text(spec, q.shape[2], k.shape[2], q.device)
     kernel_table = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
     key: tuple[object, ...] | None = None
-    if not (variant is not None or isinstance(table, (str, ChosenBlocks)) or torch.compiler.is_compiling()):
-        # Everything of a plain call that its checks and the choice of its back end depend on.
-        types = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-        fits = None if table is None else (table.fits, isinstance(kernel_table, BlockMask) and kernel_table.block_size)
-        key = q.shape, k.shape, v.shape, types, fits, deterministic, backend, precision
+    if not (compiling or isinstance(table, (str, ChosenBlocks))):
+        # Everything that the checks and the choice of a back end depend on.
+        of_table = None if table is None else (table.fits, isinstance(kernel_table, BlockMask) and kernel_table.block_size)
+        key = shapes, of_table, variant and variant.kinds, deterministic, backend, precision
     chosen = _chosen_backends.get(key)
     if chosen is None:
-        if is_plain:
-            check_tensors(q, k, v)
         if isinstance(table, BlockMask):
             check_mask(table, q, k)
-            if not torch.compiler.is_compiling() and backend == "auto" and table.slow:  # in this order: graphs guard what they read
+            if not compiling and backend == "auto" and table.slow:  # in this order: graphs guard what they read
                 _warn_that_dense_is_as_fast()
         chosen = backend_for(q, k, v, kernel_table, variant, deterministic, backend, precision)
         if key is not None and chosen != "auto":  # which stays if a graph breaks within this function
-            if len(_chosen_backends) >= _MOST_CHOSEN:
-                _chosen_backends.clear()
-            _chosen_backends[key] = chosen
+            _remember(_chosen_backends, key, chosen)
     scale = resolve_scale(scale, q.shape[3])
-    return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, chosen, variant, sinks, precision)
+    return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, chosen, variant, precision)
+
+
+def _remember(known: dict[Any, Any], key: object, value: object) -> None:
+    if len(known) >= _MOST_CHOSEN:
+        known.clear()
+    known[key] = value
 
 
 def _check_selection_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, variant_arguments: dict[str, Any]
-) -> None:
+) -> Variant | None:
+    """The variant of a call of a selection, which has sinks at most."""
     nothing = int, float, tuple, list  # 0 and () change nothing
-    given = [name for name, value in variant_arguments.items() if value is not None and (not isinstance(value, nothing) or value)]
+    sinks = variant_arguments.get("sinks")
+    changes = {name: value for name, value in variant_arguments.items() if name != "sinks"}
+    given = [name for name, value in changes.items() if value is not None and (not isinstance(value, nothing) or value)]
     if given:
         raise ValueError(f"a BlockSelection does not take {' and '.join(given)}; leave it out, or pass a BlockMask")
     check_tensors(*stand_in_for_empty_batch(q, k, v))
     check_selection(selection, q, k)
+    return build_variant(q, k, sinks=sinks)
 
 
 def _choose(

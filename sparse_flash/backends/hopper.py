@@ -10,7 +10,7 @@ import torch
 from ..compat.constants import constant_in_graphs
 from ..kernels.common.layout import is_addressable
 from ..variant.eight_bits import EIGHT_BITS
-from ..variant.variant import LEARNED, LENGTHS, ScoreFunction
+from ..variant.variant import LEARNED, LENGTHS, ScoreFunction, split_sinks
 from . import Call, eight_bits_refusal, feature_refusal
 from . import triton as triton_backend
 
@@ -117,9 +117,10 @@ def supports(call: Call) -> str | None:
 
 
 def forward(q, k, v, mask, scale, deterministic, variant):
-    if variant is None and triton_backend.has_few_queries(q, k):
+    sinks, rest = split_sinks(variant)
+    if rest is None and triton_backend.has_few_queries(q, k):
         return triton_backend.forward(q, k, v, mask, scale, deterministic, variant)
-    return _kernels().forward.attention_forward(q, k, v, mask, scale, variant)
+    return _kernels().forward.attention_forward(q, k, v, mask, scale, rest, sinks)
 
 
 def forward_in_eight_bits(q, k, v, mask, scale):
@@ -129,7 +130,8 @@ def forward_in_eight_bits(q, k, v, mask, scale):
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     if not has_backward(q.shape[3], v.shape[3]):
         return triton_backend.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
-    return _kernels().backward.attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic)
+    rest = variant and variant.without_sinks
+    return _kernels().backward.attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, rest, deterministic)
 
 
 def joint_backward(dout, dlse, q, out, lse, calls, scale):

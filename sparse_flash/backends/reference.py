@@ -15,11 +15,12 @@ from ..variant.definition import (
     clear_nonexistent,
     differentiate_scores,
     existing_pairs,
+    join_sinks,
     kept_by_dropout,
     modify_scores,
 )
 from ..variant.eight_bits import EIGHT_BITS, attention_in_eight_bits
-from . import check_pages, compute_dtype, dequantized, eight_bits_refusal, lse_to_subtract, zero_keyless_queries
+from . import check_pages, compute_dtype, dequantized, eight_bits_refusal, lse_to_subtract
 
 
 def supports(call) -> str | None:
@@ -52,7 +53,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     if variant is not None:
         dout = clear_nonexistent(dout, variant.q_starts, variant.q_lens)
         dlse = dlse if dlse is None else clear_nonexistent(dlse, variant.q_starts, variant.q_lens)
-    dout = zero_keyless_queries(dout, matrix.lse)
+    dout = dout.masked_fill(matrix.keyless[..., None], 0.0)
     dprobabilities = dout @ matrix.values.mT * matrix.dropout
     delta = (matrix.probabilities * dprobabilities).sum(-1, keepdim=True)
     if dlse is not None:
@@ -103,6 +104,9 @@ class _Matrix:
             # 0 times the derivative of a pair without weight is not 0 if that is not finite.
             self.outer = torch.where(scores == float("-inf"), 0.0, self.outer)
         self.lse = scores.logsumexp(-1)
+        self.keyless = self.lse.isneginf()
+        if variant is not None and variant.sinks is not None:
+            self.lse, _ = join_sinks(self.lse, variant.sinks, variant)
         self.probabilities = (scores - lse_to_subtract(self.lse)[..., None]).exp()
         self.weights = self.probabilities * self.dropout
 

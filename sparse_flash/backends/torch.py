@@ -33,8 +33,10 @@ from ..variant.definition import (
     existing_pairs,
     kept_by_dropout,
     modify_scores,
+    with_sinks,
 )
 from ..variant.eight_bits import EIGHT_BITS
+from ..variant.variant import split_sinks
 from . import aten_cpu, cache_capacity, check_pages, compute_dtype, dequantized, lse_to_subtract, zero_keyless_queries
 
 # Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
@@ -61,6 +63,12 @@ def why_unavailable() -> str | None:
 
 def forward(q, k, v, mask, scale, deterministic, variant):
     """(out, lse). See the package's docstring."""
+    sinks, rest = split_sinks(variant)
+    out, lse = _forward_without_sinks(q, k, v, mask, scale, rest)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks, rest)
+
+
+def _forward_without_sinks(q, k, v, mask, scale, variant):
     results = None
     if _can_use_aten_directly(q, v, mask, variant):
         out, lse = aten_cpu.forward(q, k, v, scale, causal=mask is not None)
@@ -86,6 +94,7 @@ def forward(q, k, v, mask, scale, deterministic, variant):
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     """(dq, dk, dv), and the gradient of a learned bias. See the package's docstring."""
+    variant = variant and variant.without_sinks
     drel_bias = None
     if dlse is None and _can_use_aten_directly(q, v, mask, variant):
         grads = aten_cpu.backward(dout, q, k, v, out, lse, scale, causal=mask is not None)

@@ -12,7 +12,7 @@ import torch
 from ..compat.constants import constant_in_graphs
 from ..kernels.common.layout import as_contiguous_rows, restore_out
 from ..variant.eight_bits import EIGHT_BITS
-from ..variant.variant import LEARNED
+from ..variant.variant import LEARNED, split_sinks
 from . import E4M3, Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -99,18 +99,19 @@ def supports(call: Call) -> str | None:
 
 
 def forward(q, k, v, mask, scale, deterministic, variant):
-    if variant is None and has_few_queries(q, k):
-        return _decode(q, k, v, mask, scale, at_end=False)
+    sinks, rest = split_sinks(variant)
+    if rest is None and has_few_queries(q, k):
+        return _decode(q, k, v, mask, scale, sinks=sinks, at_end=False)
     from ..kernels.portable.forward import attention_forward
 
-    return attention_forward(q, k, v, mask, scale, variant)
+    return attention_forward(q, k, v, mask, scale, rest, sinks)
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     # Two passes without atomics, except for the gradient of rel_bias: repeatable whether requested or not.
     from ..kernels.portable.backward import attention_backward
 
-    return attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant)
+    return attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant and variant.without_sinks)
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale, kv_starts):

@@ -32,7 +32,7 @@ class AttentionCall(NamedTuple):
     mask: as the caller passed it, or as read from another library's mask. table: what a back end reads, None for dense attention
     and for a selection of blocks; spec text or ChosenBlocks if the operator makes the table. scale: None within torch.compile, for
     1 / sqrt(head_dim). deterministic: True or False, never None. backend: the one that runs the call; "auto" if the operator
-    chooses. sinks: (heads,) or None. precision: "fp8" or None.
+    chooses. precision: "fp8" or None.
     """
 
     q: torch.Tensor
@@ -44,7 +44,6 @@ class AttentionCall(NamedTuple):
     deterministic: bool
     backend: str
     variant: Variant | None = None
-    sinks: torch.Tensor | None = None
     precision: str | None = None
 
 

@@ -30,7 +30,7 @@ from ..masks.cache import compile_cached, keep_if_captured
 from ..masks.from_maps import from_block_maps
 from ..masks.grid import BlockGrid
 from ..masks.methods import resolve_within
-from ..variant.definition import with_sinks
+from ..variant.definition import sink_gradient, with_sinks
 from ..variant.variant import NO_VARIANT, Variant
 from .call import AttentionCall, ChosenBlocks
 
@@ -40,28 +40,26 @@ NOTHING = "nothing"  # the back end of calls with nothing to compute
 
 def attend(call: AttentionCall):
     """(out, lse) of a back end that supports the call, differentiable in q, k, v, sinks and a learned rel_bias."""
-    if call.backend == NOTHING:
-        out, lse = make_empty_results(call.q, call.k, call.v, call.variant)
-    else:
-        out, lse = _computed(call)
-    return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, call.variant)
+    return make_empty_results(call.q, call.k, call.v, call.variant) if call.backend == NOTHING else _computed(call)
 
 
 def make_empty_results(q, k, v, variant: Variant | None):
-    """The results without queries or keys; no kernel runs, and gradients are 0."""
+    """The results without queries or keys; no kernel runs, and gradients but those of sinks are 0."""
     learned = [variant.rel_bias] if variant is not None and variant.learned else []
     zero = sum(t.flatten()[:0].float().sum() for t in (q, k, v, *learned))
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=backends.compute_dtype(q))
-    return torch.zeros_like(backends.empty_out(q, v.shape[3])) + zero, lse + zero.to(lse.dtype)
+    out, lse = torch.zeros_like(backends.empty_out(q, v.shape[3])) + zero, lse + zero.to(lse.dtype)
+    return (out, lse) if variant is None or variant.sinks is None else with_sinks(out, lse, variant.sinks, variant)
 
 
 def _computed(call: AttentionCall):
-    q, k, v, _, table, scale, deterministic, backend, variant, _, precision = call
+    q, k, v, _, table, scale, deterministic, backend, variant, precision = call
     if precision is not None:
-        return _compute_in_eight_bits(q, k, v, table, scale, backend)
+        out, lse = _compute_in_eight_bits(q, k, v, table, scale, backend)
+        return (out, lse) if variant is None or variant.sinks is None else with_sinks(out, lse, variant.sinks, None)
     more = () if variant is None else variant.tensors()
     if is_plain_eager(q, k, v, *more):
-        learned = variant is not None and variant.learned
+        learned = variant is not None and (variant.learned or variant.learned_sinks)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
             return _attend_directly(q, k, v, (table, scale, deterministic, backend), variant, *more)
         return backends.get_backend(backend).forward(q, k, v, table, scale, deterministic, variant)
@@ -158,7 +156,7 @@ class _DirectAttention(torch.autograd.Function):
             packed = ctx.packed or NO_VARIANT[1:]
             grads = _backward(*results, *_to_operator_args(mask, q), scale, deterministic, backend, more or [q], *packed)
         else:
-            grads = backends.get_backend(backend).backward(*results, mask, scale, deterministic, variant)
+            grads = _all_gradients(backends.get_backend(backend), *results, mask, scale, deterministic, variant)
         of_variant = [] if variant is None else variant.gradients(*grads[3:])
         return (*grads[:3], None, None, *of_variant)
 
@@ -203,6 +201,14 @@ def prepare_upstream(
     refuse_batched(dlse if dout is None else dout)
     dlse = None if dlse is None else backends.zero_keyless_queries(dlse, lse)
     return torch.zeros_like(out) if dout is None else dout, dlse
+
+
+def _all_gradients(chosen, dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant) -> tuple:
+    """dq, dk, dv, and the gradients of rel_bias and sinks, of those that are learned, of a back end."""
+    grads = chosen.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
+    if variant is None or not variant.learned_sinks:
+        return grads
+    return *grads, sink_gradient(dout, dlse, out, lse, variant.sinks)
 
 
 def _prepare_call(
@@ -299,15 +305,15 @@ _decode.register_fake(_fake_results)
     "Tensor[]",
 )
 def _backward(dout, dlse, q, k, v, out, lse, *call):
-    """[dq, dk, dv], and the gradient of a learned rel_bias."""
+    """[dq, dk, dv], and the gradients of rel_bias and sinks, of those that are learned."""
     chosen, *prepared = _prepare_call(q, k, v, *call)
-    return list(chosen.backward(dout, dlse, q, k, v, out, lse, *prepared))
+    return list(_all_gradients(chosen, dout, dlse, q, k, v, out, lse, *prepared))
 
 
 @_backward.register_fake
 def _(dout, dlse, q, k, v, out, lse, tables, block_size, pattern, scale, deterministic, backend, *packed):
     variant = Variant.unpacked(*packed)
-    learned = [variant.rel_bias] if variant is not None and variant.learned else []
+    learned = [] if variant is None else [variant.rel_bias] * variant.learned + [variant.sinks] * variant.learned_sinks
     return [torch.empty_like(t) for t in (q, k, v, *learned)]
 
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 
 from ..compat.pytorch import WeakIdKeyDictionary, is_plain_eager, is_recorded
-from ..kernels.common.streams import raw_stream
 from ..masks.cache import run_in_thread
 from ..masks.memory import register_clear
 
@@ -32,8 +31,8 @@ def kept_of_documents(starts: tuple[torch.Tensor, torch.Tensor], key: tuple, mak
         return make()
     stream = None
     if queries.is_cuda:
-        key = *key, raw_stream(queries.device.index), id(keys), keys._version
         stream = torch.cuda.current_stream(queries.device)
+        key = *key, stream.cuda_stream, id(keys), keys._version
     else:  # whose values NumPy may change, too
         key = *key, *(tuple(t.tolist()) for t in starts)
     version, made = _kept.get(queries, (None, None))

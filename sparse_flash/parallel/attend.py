@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..dispatch.call import AttentionCall, backend_for
 from ..masks.block_mask import BlockMask
 from ..selection.block_selection import BlockSelection
 from ..variant.definition import with_sinks
-from ..variant.variant import Variant
+from ..variant.variant import Variant, split_sinks
 from .calls import table_and_variant
 from .exchange import all_to_all, attend_blocks
 from .routes import LocalMask, Route
@@ -37,12 +38,12 @@ class BlockAttention:
         mark_lengths_dynamic(self._columns, 0)
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (out, lse). call: of the rank's tokens, without a mask; its variant has at most dropout."""
-        dropout = call.variant or Variant()
+        """Returns (out, lse). call: of the rank's tokens, without a mask; its variant has dropout and sinks at most."""
+        variant = call.variant or Variant()
         of_call = call.scale, call.deterministic, call.backend
-        settings = self._handle, dropout.seed, dropout.batch_heads, *of_call, dropout.dropout_p
+        settings = self._handle, variant.seed, variant.batch_heads, *of_call, variant.dropout_p
         out, lse, _ = attend_blocks(call.q, call.k, call.v, self._columns, self.route.block_size, *settings)
-        return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, None)
+        return (out, lse) if variant.sinks is None else with_sinks(out, lse, variant.sinks, None)
 
 
 class HeadAttention:
@@ -61,8 +62,10 @@ class HeadAttention:
     def attend(self, call: AttentionCall, select: Select | None, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns as ``BlockAttention.attend``; lse only if asked, as it takes an exchange. select: replaces the mask."""
         q, k, v = exchange_tokens_for_heads([call.q, call.k, call.v], self._ranks, self._peers)
-        sinks = None if call.sinks is None else torch.unflatten(call.sinks, 0, (self._ranks, -1))[self._rank]
-        call = call._replace(q=q, k=k, v=v, sinks=sinks)
+        variant = call.variant
+        if variant is not None and variant.sinks is not None:
+            variant = replace(variant, sinks=torch.unflatten(variant.sinks, 0, (self._ranks, -1))[self._rank])
+        call = call._replace(q=q, k=k, v=v, variant=variant)
         out, lse = _attend_all_tokens(call, self._mask) if select is None else self._attend_selected(call, select)
         out = exchange_heads_for_tokens(out, self._ranks, self._peers)
         return out, exchange_heads_for_tokens(lse[..., None], self._ranks, self._peers)[..., 0] if return_lse else None
@@ -113,9 +116,10 @@ def resolve_select(select: Select, q: torch.Tensor, k: torch.Tensor) -> Selected
 def _attend_all_tokens(call: AttentionCall, mask: LocalMask | Selected) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) on a rank that has all tokens of its heads."""
     given = mask.mask if isinstance(mask, LocalMask) else mask
-    if call.variant is None:
+    sinks, dropout = split_sinks(call.variant)
+    if dropout is None:
         # fmt: off
-        out, lse = attention(*call[:3], given, scale=call.scale, sinks=call.sinks, return_lse=True,
+        out, lse = attention(*call[:3], given, scale=call.scale, sinks=sinks, return_lse=True,
                              deterministic=call.deterministic, backend=call.backend)
         # fmt: on
         return out, lse

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api.arguments import cast_for_autocast, check_sinks, check_tensors, check_types, resolve_deterministic, resolve_scale
+from ..api.arguments import cast_for_autocast, check_tensors, check_types, resolve_deterministic, resolve_scale
 from ..api.attention import attention
 from ..api.keywords import answers_unknown_keywords
 from ..dispatch.call import AttentionCall
@@ -214,21 +214,19 @@ class ContextPlan(TokenShards):
                 "backend 'reference' needs all keys of a query in one call; got a plan of strategy "
                 f"{self.strategy!r}, whose calls get some of them; pass backend='torch', or strategy='heads' to context_parallel"
             )
-        check_sinks(sinks, q)
         scale, deterministic = resolve_scale(scale, q.shape[3]), resolve_deterministic(deterministic)
-        dropout = self._draw_dropout(q, k, dropout_p) if dropout_p else None
-        call = AttentionCall(q, k, v, None, None, scale, deterministic, backend, dropout, sinks)
+        variant = self._build_variant(q, k, dropout_p, sinks)
+        call = AttentionCall(q, k, v, None, None, scale, deterministic, backend, variant)
         local = self._local
         out, lse = local.attend(call) if isinstance(local, BlockAttention) else local.attend(call, select, return_lse)
         return out if lse is None or not return_lse else (out, lse)
 
-    def _draw_dropout(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float) -> Variant | None:
-        """Returns the seed of all ranks and, if this rank has only some heads, their batch-heads (``batch_heads``). q, k: with all
-        heads."""
-        drawn = build_variant(q, k, dropout_p=dropout_p)
-        if drawn is None:  # dropout_p rounds to 0
-            return None
-        assert drawn.seed is not None
+    def _build_variant(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float, sinks: torch.Tensor | None) -> Variant | None:
+        """Returns sinks, the seed of all ranks and, if this rank has only some heads, their batch-heads (``batch_heads``). q, k:
+        with all heads."""
+        drawn = build_variant(q, k, dropout_p=dropout_p, sinks=sinks)
+        if drawn is None or drawn.seed is None:  # dropout_p may round to 0
+            return drawn
         batch_heads = None
         if self.strategy == "heads":
             batch, heads = q.shape[:2]

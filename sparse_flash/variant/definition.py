@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple, cast
 
 import torch
@@ -187,16 +188,37 @@ def with_sinks(
 
     A query that keeps nothing has out 0 and its sink as lse; a nonexistent query keeps lse -inf.
     """
+    total, exist = join_sinks(lse, sinks, variant)
+    share = torch.sigmoid(lse - sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None])
+    out = (out * share[..., None]).to(out.dtype)
+    # torch.where keeps the memory order of out, unlike masked_fill under a mask that broadcasts.
+    return out if exist is None else torch.where(exist[..., None], out, 0.0), total
+
+
+def join_sinks(lse: torch.Tensor, sinks: torch.Tensor, variant: Variant | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(lse after sinks have joined, which queries exist, (batch, 1, q_len), or None for all)"""
     # A sink of -inf is none, and beside it a query that keeps nothing has lse -inf: as finite numbers they have a difference.
     lowest = torch.finfo(lse.dtype).min
-    sinks = sinks.to(lse.dtype).clamp(min=lowest)[:, None]
-    out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
-    total = torch.logaddexp(lse, sinks.expand_as(lse))
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).clamp(min=lowest)[:, None].expand_as(lse))
     total = total.masked_fill(total <= lowest, float("-inf"))
     if variant is None or (variant.q_starts is None and variant.q_lens is None):
-        return out, total
+        return total, None
     batch = torch.arange(lse.shape[0], device=lse.device)[:, None]
     token = torch.arange(lse.shape[2], device=lse.device)[None]
     exist = cast(torch.Tensor, find_existing_tokens(variant.q_starts, variant.q_lens, batch, token))[:, None]
-    # torch.where keeps the memory order of out, unlike masked_fill under a mask that broadcasts.
-    return torch.where(exist[..., None], out, 0.0), total.masked_fill(~exist, float("-inf"))
+    return total.masked_fill(~exist, float("-inf")), exist
+
+
+def sink_gradient(
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of sinks, (heads,), from results that they have joined, and the gradients of these."""
+    if dout.is_cuda and find_spec("triton"):
+        from ..kernels.portable.sinks import sum_shares
+
+        delta = sum_shares(dout, dlse, out, lse, sinks)
+    else:
+        share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - (0.0 if dlse is None else dlse)
+        delta = torch.where(lse.isneginf(), 0.0, share * delta)  # neither a query nor a sink, or no query
+    return -delta.sum((0, 2)).to(sinks.dtype)

@@ -22,7 +22,7 @@ LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 # In the order in which they cross an operator's boundary.
 _NAMED = (*LENGTHS, "alibi_slopes", "rel_bias")  # as arguments of ``attention``
 _DROPOUT_POSITIONS = ("q_positions", "kv_positions", "batch_heads")
-_TENSORS = ("seed", *_NAMED, *_DROPOUT_POSITIONS)
+_TENSORS = ("seed", *_NAMED, *_DROPOUT_POSITIONS, "sinks")
 _ONE_NUMBER = "a number, the same for all heads"
 _DROPOUT_STEPS = 1 << 16  # the resolution of a 16-bit draw
 # (score, batch, head, q_pos, k_pos, params) -> score
@@ -117,7 +117,8 @@ class Variant:
     q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; a token exists at or after its start and before its length.
     alibi_slopes: (batch, heads), rel_bias: (heads, 2 * max_distance + 1), both float32, or float64 for float64 inputs.
     learned: whether rel_bias needs a gradient. softcap: 0 for none. score_mod, score_params: the user's own function and its
-    tensors.
+    tensors. sinks: (heads,), the logit of each head that joins its softmax, after everything else; every back end supports it.
+    learned_sinks: whether it needs a gradient.
     """
 
     seed: torch.Tensor | None = None
@@ -135,6 +136,8 @@ class Variant:
     q_positions: torch.Tensor | None = None
     kv_positions: torch.Tensor | None = None
     batch_heads: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    learned_sinks: bool = False
 
     @property
     def lengths(self) -> bool:
@@ -155,13 +158,18 @@ class Variant:
         used += ["score_mod"] if self.score_mod is not None else []
         return (*used, LEARNED) if self.learned else tuple(used)
 
+    @property
+    def kinds(self) -> tuple[object, ...]:
+        """What back ends go by when they accept or refuse a call."""
+        return self.features(), self.score_mod, tuple(t.dtype for t in self.score_params), self.softcap
+
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in (*(getattr(self, name) for name in _TENSORS), *self.score_params) if t is not None]
 
     def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
         """In the form an operator takes: ``tensors()``, the names of those present, dropout_p, softcap."""
         names = [name for name in _TENSORS if getattr(self, name) is not None]
-        names += [LEARNED] if self.learned else []
+        names += [LEARNED] * self.learned + [_LEARNED_SINKS] * self.learned_sinks
         if self.score_mod is not None:
             names.append(f"={self.score_mod.name}")
         return self.tensors(), " ".join(names), self.dropout_p, self.softcap
@@ -181,15 +189,23 @@ class Variant:
             dropout_p=dropout_p,
             softcap=softcap,
             learned=LEARNED in words,
+            learned_sinks=_LEARNED_SINKS in words,
         )
 
-    def gradients(self, rel_bias_gradient: torch.Tensor | None = None) -> list[torch.Tensor | None]:
-        """For each of ``tensors()``; only rel_bias has one."""
-        return [rel_bias_gradient if t is self.rel_bias else None for t in self.tensors()]
+    def gradients(self, *of_learned: torch.Tensor) -> list[torch.Tensor | None]:
+        """For each of ``tensors()``. of_learned: of rel_bias and of sinks, of those that need one."""
+        learned = [self.rel_bias] * self.learned + [self.sinks] * self.learned_sinks
+        return [next((grad for one, grad in zip(learned, of_learned) if one is t), None) for t in self.tensors()]
+
+    @property
+    def without_sinks(self) -> Variant | None:
+        """None if there is nothing else, else the variant, whose sinks are then to be ignored."""
+        return self if self.features() else None
 
 
 NO_VARIANT: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
 LEARNED = "gradient-of-rel_bias"
+_LEARNED_SINKS = "gradient-of-sinks"
 PARTIAL_DROPOUT = "dropout of a part of a sequence"
 
 
@@ -203,6 +219,7 @@ def build_variant(
     rel_bias: torch.Tensor | None = None,
     score_mod: ScoreFunction | None = None,
     score_params: tuple[torch.Tensor, ...] = (),
+    sinks: torch.Tensor | None = None,
     **lengths: torch.Tensor | None,
 ) -> Variant | None:
     """The variant of a call, its arguments checked; None for plain attention. lengths: those named in ``LENGTHS``.
@@ -230,7 +247,15 @@ def build_variant(
         given["score_mod"] = score_mod
     if params := _check_score_params(score_params, score_mod, q):
         given["score_params"] = params
+    if sinks is not None:
+        check_sinks(sinks, q)
+        given["sinks"], given["learned_sinks"] = sinks.contiguous(), sinks.requires_grad
     return Variant(**given) if given else None
+
+
+def split_sinks(variant: Variant | None) -> tuple[torch.Tensor | None, Variant | None]:
+    """(sinks, the rest) of a variant; None for what it does not have."""
+    return (None, None) if variant is None else (variant.sinks, variant.without_sinks)
 
 
 def _check_softcap(softcap: float) -> float:
@@ -267,6 +292,16 @@ def _as_exact(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     if not value.is_floating_point():
         raise ValueError(f"{name} must be of a floating-point type; got {value.dtype}")
     return value.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+    """Raises ValueError or TypeError for sinks that do not fit."""
+    check_same_device("sinks", sinks, q)
+    if tuple(sinks.shape) != (q.shape[1],) or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks must be of a floating-point type and shape (heads,), here ({q.shape[1]},); got {sinks.dtype} of shape "
+            f"{tuple(sinks.shape)}"
+        )
 
 
 def _check_score_mod(score_mod: ScoreFunction) -> None:

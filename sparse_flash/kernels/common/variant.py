@@ -13,7 +13,7 @@ class KernelVariant(NamedTuple):
 
     seed: int64, used with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
     float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE. q_positions, kv_positions:
-    (tokens / 16,) int32, batch_heads: (batch, heads) int32, for dropout: see ``Variant``.
+    (tokens / 16,) int32, batch_heads: (batch, heads) int32, for dropout: see ``Variant``. sinks: (heads,), of forward passes.
     """
 
     seed: Any = None
@@ -30,6 +30,7 @@ class KernelVariant(NamedTuple):
     q_positions: Any = None
     kv_positions: Any = None
     batch_heads: Any = None
+    sinks: Any = None
 
     def tensors(self) -> list[torch.Tensor]:
         return [] if self is NO_VARIANT else [t for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
@@ -41,8 +42,12 @@ NO_VARIANT = KernelVariant()
 NO_SWITCHES = {"SCORED": False, "REACH": 0, "SCORE": None, "DERIVATIVE": None}
 
 
-def kernel_variant(variant, rel_bias_gradient: torch.Tensor | None = None) -> tuple[KernelVariant, dict, tuple]:
-    """(the kernel's argument, its switches, what Triton specializes on)."""
+def kernel_variant(
+    variant, rel_bias_gradient: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+) -> tuple[KernelVariant, dict, tuple]:
+    """(the kernel's argument, its switches, what Triton specializes on). sinks: those that the kernel adds."""
+    if variant is None and sinks is not None:
+        return NO_VARIANT._replace(sinks=sinks), NO_SWITCHES, (sinks.dtype,)
     if variant is None:
         return NO_VARIANT, NO_SWITCHES, ()
     given = KernelVariant(
@@ -60,6 +65,7 @@ def kernel_variant(variant, rel_bias_gradient: torch.Tensor | None = None) -> tu
         variant.q_positions,
         variant.kv_positions,
         variant.batch_heads,
+        sinks,
     )
     switches = {
         "SCORED": variant.scored,
@@ -67,7 +73,11 @@ def kernel_variant(variant, rel_bias_gradient: torch.Tensor | None = None) -> tu
         "SCORE": variant.score_mod and variant.score_mod.triton,
         "DERIVATIVE": variant.score_mod and variant.score_mod.derivative,
     }
-    kinds = (*(field is not None for field in given), *(param.dtype for param in variant.score_params))
+    kinds = (
+        *(field is not None for field in given),
+        sinks is not None and sinks.dtype,
+        *(param.dtype for param in variant.score_params),
+    )
     return given, switches, kinds
 
 

@@ -38,6 +38,7 @@ from ..common.layout import as_addressable, empty_out, is_addressable, restore_o
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
 from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import concurrent_heads
+from ..portable.sinks import add_sink
 from .configs import EightBitConfig
 from .descriptors import EIGHT_BIT_LAYOUTS, TILE_LAYOUT, gluon_descriptor, table_pointers, tile_queue
 from .division import column_constants, items_and_tiles, plan_eight_bits, plan_forward
@@ -128,6 +129,7 @@ class Outputs(NamedTuple):
     lse: Any
     out_of_splits: Any  # partial results of each split of a tile, until ``combine_kernel`` merges them
     lse_of_splits: Any
+    sinks: Any = None  # (heads,), logits that join the softmax
 
 
 class Scales(NamedTuple):
@@ -424,6 +426,19 @@ def _fold_steps(
 
 
 @gluon.jit
+def _add_sink(p, tile, running_max, running_sum):
+    """Returns (the factor for sums of values, maximum, sum) after the sink of a tile's head has joined. Splits get it when they are
+    merged."""
+    _, head = p.heads.of(tile.batch_head)
+    sink = gl.load(p.outputs.sinks + head).to(gl.float32) * LOG2_E
+    if p.SHAPE.SPLIT:
+        sink = gl.where(tile.split > 0, -float("inf"), sink)
+    new_max = gl.maximum(running_max, sink)
+    rescale = gl.exp2(running_max - new_max)
+    return rescale, new_max, running_sum * rescale + gl.exp2(sink - new_max)
+
+
+@gluon.jit
 def _compute(p, HALF_INDEX: gl.constexpr):
     """Runs a computing warp group, which has 64 queries of each tile."""
     DEPTH: gl.constexpr = 256 // p.q_tensor.dtype.primitive_bitwidth
@@ -509,6 +524,9 @@ def _compute(p, HALF_INDEX: gl.constexpr):
 
         if not p.VARIED:
             running_max, running_sum = reduce_threads(running_max, running_sum, row_layout, p.SHAPE.EIGHT)
+        of_sink = 1.0
+        if p.outputs.sinks is not None:
+            of_sink, running_max, running_sum = _add_sink(p, tile, running_max, running_sum)
         keeps_nothing = running_sum == 0.0
         if p.lengths.Q_CUT:
             # A query that does not exist may have any numbers in its row.
@@ -523,7 +541,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             query = first_query + gl.arange(0, GROUP_QUERIES, layout=row_layout)
             shift = p.scales.lse + tile.batch_head.to(gl.int64) * p.q_len + query
             lse += gl.load(shift, mask=query < p.q_len, other=0.0)
-        by_row = 1.0 / divisor
+        by_row = of_sink / divisor
         if p.SHAPE.EIGHT:
             by_row *= of_values
         result = scale_rows(sums, by_row)
@@ -694,6 +712,7 @@ def combine_kernel(
     split_out,
     split_lse,
     split_rows,
+    sinks,
     mask_index,
     mask_batch_stride,
     mask_head_stride,
@@ -728,31 +747,35 @@ def combine_kernel(
             running_sum = running_sum * rescale + weight
             running_max = new_max
             line += TABLE_ROW
+        state = accumulator, tl.maximum(running_max * LOG2_E, FLOOR), running_sum
+        if sinks is not None:
+            state = add_sink(state, tl.load(sinks + head))
+        accumulator, running_max, running_sum = state
         keeps_nothing = running_sum == 0.0
         total = tl.where(keeps_nothing, 1.0, running_sum)
         first_query = row * TABLE_ROW + start
         store_tile(out_tensor, accumulator / total[:, None], batch, head, first_query, COMBINED, DIM)
         query = first_query + rows
-        lse = tl.where(keeps_nothing, -float("inf"), running_max + tl.log(total))
+        lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.log2(total)) * LN_2)
         tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
-def attention_forward(q, k, v, mask, scale, variant=None):
+def attention_forward(q, k, v, mask, scale, variant=None, sinks=None):
     """Returns out (batch, heads, q_len, v's head_dim), in q's memory order, and lse (batch, heads, q_len) float32.
 
-    q, k, v: float16 or bfloat16. mask: table blocks of 64 to 256.
+    q, k, v: float16 or bfloat16. mask: table blocks of 64 to 256. sinks: (heads,) or None.
     """
     of_variant = hopper_variant(variant)
-    inputs = q, k, v, *of_variant.given.tensors()
-    key = scale, of_variant.key
-    run = partial(_run, q, k, v, mask, scale, variant, of_variant)
+    inputs = q, k, v, *of_variant.given.tensors(), *(() if sinks is None else (sinks,))
+    key = scale, sinks is None, of_variant.key
+    run = partial(_run, q, k, v, mask, scale, variant, of_variant, sinks)
     return tuple(launch_or_repeat(attention_forward_kernel, mask, key, inputs, run)[:2])
 
 
-def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, recording):
+def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, sinks, recording):
     if not all(map(is_addressable, (q, k, v))):
         ready = [as_addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward(*ready, mask, scale, variant)
+        out, lse = attention_forward(*ready, mask, scale, variant, sinks)
         return restore_out(out, ready[0], q, v), lse
     config, tables = _config_and_tables(q, v, mask, of_variant)
     split_rows = _count_split_rows(tables)
@@ -765,11 +788,11 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, recording):
         split_out = recording.fresh(torch.empty((rows, dim_v), dtype=torch.float32, device=q.device))
     queue = recording.each_time(partial(tile_queue, q.device))
     tensors = q, k, v, out, lse, split_out, split_lse, queue
-    recording.launch(
-        attention_forward_kernel, _forward_launch(*tensors, tables, scale, split_rows, of_variant, config), of_variant.kinds
-    )
+    of_sinks = () if sinks is None else (sinks.dtype,)
+    prepared = _forward_launch(*tensors, tables, scale, split_rows, of_variant, config, sinks=sinks)
+    recording.launch(attention_forward_kernel, prepared, (*of_variant.kinds, *of_sinks))
     if split_rows:
-        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, tables))
+        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, tables, sinks), of_sinks)
     return out, lse
 
 
@@ -831,7 +854,7 @@ def _config_and_tables(q, v, mask, of_variant: HopperVariant):
 
 
 def _forward_launch(
-    q, k, v, out, lse, split_out, split_lse, queue, tables, scale, split_rows, of_variant, config, scales=NO_SCALES
+    q, k, v, out, lse, split_out, split_lse, queue, tables, scale, split_rows, of_variant, config, scales=NO_SCALES, sinks=None
 ):
     """Returns (grid, arguments, constants, options). v: transposed if there are scales."""
     batch, heads, q_len, head_dim = q.shape
@@ -854,7 +877,7 @@ def _forward_launch(
         gluon_descriptor(k, [1, 1, config.keys, width], layout),
         gluon_descriptor(v, [1, 1, *of_values], layout_v),
         gluon_descriptor(out, [1, 1, GROUP_QUERIES.value, dim_v]),
-        Outputs(out, lse, split_out, split_lse),
+        Outputs(out, lse, split_out, split_lse, sinks),
         pointers,
         queue,
         *strides,
@@ -874,13 +897,13 @@ def _forward_launch(
     return (min(tiles, config.programs * multiprocessors(q.device)), 1), arguments, constants, config.options
 
 
-def _combine_launch(out, lse, split_out, split_lse, tables):
+def _combine_launch(out, lse, split_out, split_lse, tables, sinks=None):
     """Returns (grid, arguments, constants, options)."""
     batch, heads, q_len = lse.shape
     dim = split_out.shape[-1]
     splits = tables.by_query.splits
     index, *_, mask_batch_stride, mask_head_stride = table_arguments(tables, tables.by_query, lse)
-    arguments = [descriptor_or_rows(out, COMBINED.value, dim), lse, split_out, split_lse, splits, index]
+    arguments = [descriptor_or_rows(out, COMBINED.value, dim), lse, split_out, split_lse, splits, sinks, index]
     arguments += [mask_batch_stride, mask_head_stride, heads, q_len, splits.shape[1]]
     # A split row has at least two splits, so at most half of the entries are in use.
     grid = (splits.shape[1] // 2 * (tables.row_queries // COMBINED.value) * batch * heads, 1)

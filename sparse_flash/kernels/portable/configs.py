@@ -163,8 +163,8 @@ def decode_config(
     whether the cache is; alike: whether the keys of a step of 128 then share a scale."""
     dim = padded_head_dim(max(head_dim, v_head_dim or 0))
     config = chip.config("decode", dtype, dim)
-    # From 64 rows on, products read shared memory on Hopper. Triton 3.6's assembler spoils the second of two with the same weights there:
-    # on an H200 odd columns of out were wrong, and right without its optimization.
+    # From 64 rows on, products read shared memory on Hopper. Triton 3.6's assembler spoils the second of two with the same weights
+    # there: on an H200 odd columns of out were wrong, and right without its optimization.
     tile_m = min(config.tile_m, 32 if e4m3 else config.tile_m, max(16, 1 << (rows - 1).bit_length()))
     of_hopper = chip.capability == HOPPER.capability and dtype != torch.float32
     if alike and of_hopper and (dim, tile_m) == (128, 16) and block_size is None:

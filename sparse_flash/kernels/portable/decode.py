@@ -37,6 +37,7 @@ from ..common.tiles import (
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.memory import cached_until_cleared
 from .configs import combined_at_a_time, decode_config, detect_gpu
+from .sinks import add_sink
 
 
 class Cache(NamedTuple):
@@ -120,15 +121,17 @@ class _Split(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """out and lse of all queries."""
+    """out and lse of all queries, which sinks, (heads,), have joined if there are any (HAS_SINKS)."""
 
     out: Any
     lse: Any
+    sinks: Any
     batch_stride: Any
     head_stride: Any
     token_stride: Any
     HEAD_DIM_V: Any
     DIM_V: Any
+    HAS_SINKS: Any
 
 
 class Splits(NamedTuple):
@@ -380,8 +383,10 @@ def normalize_state(state):
 @triton.jit
 def _store(state, output, queries, ROWS: tl.constexpr):
     """Stores the results of a tile's ROWS rows."""
-    values, log = normalize_state(state)
     member, query, exists = _unstack_rows(queries, ROWS)
+    if output.HAS_SINKS:
+        state = add_sink(state, tl.load(output.sinks + queries.head + member, mask=exists, other=-float("inf")))
+    values, log = normalize_state(state)
     row = queries.batch * output.batch_stride + (queries.head + member) * output.head_stride + query * output.token_stride
     dim = tl.arange(0, output.DIM_V)[None, :]
     place = output.out + row[:, None] + dim
@@ -508,6 +513,7 @@ def decode_kernel(
     block_table,
     k_scale,
     v_scale,
+    sinks,
     table,
     mask_batch_stride,
     mask_head_stride,
@@ -548,6 +554,7 @@ def decode_kernel(
     SEVERAL: tl.constexpr,
     AT_END: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_LENS: tl.constexpr,
     SPLIT: tl.constexpr,
     PAGE: tl.constexpr,
@@ -588,14 +595,14 @@ def decode_kernel(
         Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED),
         TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
         TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
-        _Output(out_ptr, lse_ptr, out_batch_stride, out_head_stride, out_token_stride, HEAD_DIM_V, DIM_V),
+        _Output(out_ptr, lse_ptr, sinks, out_batch_stride, out_head_stride, out_token_stride, HEAD_DIM_V, DIM_V, HAS_SINKS),
     )
     # fmt: on
 
 
 def attention_decode(
     q, k, v, mask, scale, *,
-    kv_lens=None, kv_starts=None, block_table=None, k_scale=None, v_scale=None, causal=False, at_end=True, splits=None,
+    kv_lens=None, kv_starts=None, block_table=None, k_scale=None, v_scale=None, sinks=None, causal=False, at_end=True, splits=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
@@ -604,11 +611,11 @@ def attention_decode(
     contiguous last dimension. k_scale, v_scale: if k and v are e4m3, their scales, float32 of k's shape without head_dim, both of
     the same strides; of tokens 1, or 0 if a page or batch entry has one scale for a head.
     kv_lens: (batch,) int32, or None: all tokens. kv_starts: (batch,) int32, or None: each sequence's first token; positions count
-    from there. at_end: the queries are the last of each sequence, and mask is None or square and covers its tokens; causal: then
-    none of them sees a later key. Otherwise the mask's rows are the queries, and there are neither lengths nor pages. splits:
-    programs that share a tile's keys; by default enough to fill the GPU.
+    from there. sinks: (heads,) or None. at_end: the queries are the last of each sequence, and mask is None or square and covers
+    its tokens; causal: then none of them sees a later key. Otherwise the mask's rows are the queries, and there are neither lengths
+    nor pages. splits: programs that share a tile's keys; by default enough to fill the GPU.
     """
-    optional = kv_lens, kv_starts, block_table, k_scale, v_scale
+    optional = kv_lens, kv_starts, block_table, k_scale, v_scale, sinks
     inputs = [t for t in (q, k, v, *optional) if t is not None]
 
     def run(recording):
@@ -616,14 +623,14 @@ def attention_decode(
         apart = mask is not None and mask.mask_index.shape[1] > 1 and mask.by_query.row_ptr.shape[0] > 1
         table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
         shapes = CallShapes.of(q, k, v, kv_lens, block_table, k_scale)
-        plan = _plan(shapes, kv_starts is not None, table, apart, causal, at_end, splits)
+        plan = _plan(shapes, kv_starts is not None, sinks is not None, table, apart, causal, at_end, splits)
         out, lse, arguments = plan.arguments(recording, q, k, v, *optional)
         *tensors, batch_stride, head_stride = table_arguments(mask, mask and mask.by_query, lse)
         arguments += [TableTensors(*tensors), batch_stride, head_stride, *plan.numbers, scale * LOG2_E.value]
-        recording.launch(decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
+        recording.launch(decode_kernel, (plan.grid, arguments, plan.constants, plan.options), (sinks is not None and sinks.dtype,))
         return out, lse
 
-    key = scale, kv_lens is None, kv_starts is None, causal, at_end, splits
+    key = scale, kv_lens is None, kv_starts is None, sinks is None, causal, at_end, splits
     return tuple(launch_or_repeat(decode_kernel, mask, key, inputs, run)[:2])
 
 
@@ -638,7 +645,7 @@ class DecodePlan(NamedTuple):
     options: dict
 
     def arguments(self, recording, q, k, v, *optional: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, list]:
-        """(out, lse, the kernel's arguments q_ptr .. v_scale). Without splits and optional tensors, there are placeholders."""
+        """(out, lse, the kernel's arguments before its table). Without splits and optional tensors, there are placeholders."""
         out = recording.fresh(empty_out(q, v.shape[3]))
         lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
         workspace = lse, lse
@@ -709,7 +716,9 @@ class CallShapes(NamedTuple):
 
 
 @cached_until_cleared
-def _plan(shapes: CallShapes, starts: bool, table, apart: bool, causal: bool, at_end: bool, splits: int | None) -> DecodePlan:
+def _plan(
+    shapes: CallShapes, starts: bool, sinks: bool, table, apart: bool, causal: bool, at_end: bool, splits: int | None
+) -> DecodePlan:
     """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group loop separately."""
     batch, heads, q_len, head_dim = shapes.q
     group = heads // shapes.k[1]
@@ -722,7 +731,7 @@ def _plan(shapes: CallShapes, starts: bool, table, apart: bool, causal: bool, at
     tiles = batch * (heads // members) * row_tiles
     splits = splits or _choose_splits(tiles, shapes.tokens, table, config.tile_n, shapes.device)
     constants = {"TABLE_BLOCK": table[0] if table else config.tile_n, "SPARSE": table is not None}
-    constants |= {"CAUSAL": causal and q_len > 1, "SEVERAL": q_len > 1, "AT_END": at_end, "HAS_STARTS": starts}
+    constants |= {"CAUSAL": causal and q_len > 1, "SEVERAL": q_len > 1, "AT_END": at_end, "HAS_STARTS": starts, "HAS_SINKS": sinks}
     numbers = heads, group, members, row_tiles, q_len, shapes.tokens, table[2] if table else 0
     return shapes.plan(config, rows, tiles, splits, constants, numbers)
 

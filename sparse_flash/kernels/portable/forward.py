@@ -53,6 +53,7 @@ from .row_loop import (
     slot_and_batch_head,
 )
 from .scores import compute_scores
+from .sinks import add_sink
 
 
 class _Operands(NamedTuple):
@@ -135,7 +136,10 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     )
     valid, valid_keys = load_axis_ranges(tile.first, tile.batch, sizes, variant)
     operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile, sizes))
-    accumulator, running_max, running_sum = add_row(_add_keys, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
+    state = add_row(_add_keys, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
+    if variant.sinks is not None:
+        state = add_sink(state, tl.load(variant.sinks + tile.head))
+    accumulator, running_max, running_sum = state
     keeps_nothing = running_sum == 0.0
     query = tile.first + tl.arange(0, TILE_M)
     if has_padding(variant.q_starts, variant.q_lens):
@@ -192,19 +196,20 @@ def attention_forward_kernel(
     # fmt: on
 
 
-def attention_forward(q, k, v, mask, scale, variant=None):
-    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32."""
+def attention_forward(q, k, v, mask, scale, variant=None, sinks=None):
+    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32. sinks: (heads,) or None."""
     key = (scale,) if variant is None else None
-    run = partial(_run, q, k, v, mask, scale, variant)
-    return tuple(launch_or_repeat(attention_forward_kernel, mask, key, (q, k, v), run)[:2])
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    run = partial(_run, q, k, v, mask, scale, variant, sinks)
+    return tuple(launch_or_repeat(attention_forward_kernel, mask, key, inputs, run)[:2])
 
 
-def _run(q, k, v, mask, scale, variant, recording):
+def _run(q, k, v, mask, scale, variant, sinks, recording):
     if not all(map(is_addressable, (q, k, v))):
         ready = [as_addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward(*ready, mask, scale, variant)
+        out, lse = attention_forward(*ready, mask, scale, variant, sinks)
         return restore_out(out, ready[0], q, v), lse
-    given, switches, kinds = kernel_variant(variant)
+    given, switches, kinds = kernel_variant(variant, sinks=sinks)
     batch, heads, q_len, head_dim = q.shape
     v_head_dim = v.shape[3]
     out = recording.fresh(empty_out(q, v_head_dim))
