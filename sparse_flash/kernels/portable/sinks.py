@@ -17,8 +17,8 @@ def add_sink(state, sink):
     accumulator, running_max, running_sum = state
     sink = sink.to(tl.float32) * LOG2_E
     new_max = tl.maximum(running_max, sink)
-    rescale = tl.math.exp2(running_max - new_max)
-    return accumulator * rescale[:, None], new_max, running_sum * rescale + tl.math.exp2(sink - new_max)
+    rescale = tl.exp2(running_max - new_max)
+    return accumulator * rescale[:, None], new_max, running_sum * rescale + tl.exp2(sink - new_max)
 
 
 @triton.jit
