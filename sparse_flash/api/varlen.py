@@ -52,7 +52,9 @@ def attention_varlen(
     every document, which is checked on a CPU alone; None for all pairs within a document; or the PackedSelection of
     ``topk_blocks`` for these documents, whose queries and keys belong to the same tokens.
     max_seqlen_q, max_seqlen_k: upper bounds on document lengths; the token counts by default. They bound the table, which is
-    compiled once for each power of two of 128-token blocks, and the memory of the table derived from it in each call.
+    compiled once for each power of two of 128-token blocks, and the memory of the table derived from it. That is kept while the
+    tensors of cu_seqlens live and are unchanged by operations of PyTorch; after other writes to them, call
+    ``torch.autograd.graph.increment_version``.
     scale, return_lse, deterministic, backend: as for ``attention``, and so is autocast.
     return_block_lse: of a PackedSelection, also return last, for each block that a token picked, the lse of its scores in it:
     (heads, tokens, picks), in the order of its picks.
