@@ -475,14 +475,13 @@ class _Processor:
 
     # Parameters have the names that attention modules of diffusers look for before they pass keywords on.
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
-        given = (attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        attend = self.original if self.run.layout is None else self.attend
-        attend = outside_graphs(attend) if self.run.layout is not None and self.run.parts.outside_graphs else attend
-        if self.run.record is None:
+        given, run = (attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb), self.run
+        attend = self.original if run.layout is None else outside_graphs(self.attend) if run.parts.outside_graphs else self.attend
+        if run.record is None:
             return attend(*given)
-        in_step = self.run.layout is None or self.run.keeps_all
+        in_step = run.layout is None or run.keeps_all
         why = "in a dense step" if in_step else "one of dense_layers" if self.dense else None
-        with self.run.record.layer(self.number, why, self.run.count_all):
+        with run.record.layer(self.number, why, run.count_all):
             return attend(*given)
 
     def attend(self, *given):
