@@ -340,10 +340,6 @@ def _parse_layout(layout: Any) -> Any:
 
 
 @constant_in_graphs
-def _layout_of(make: Callable, grid: tuple[int, int, int]) -> VideoLayout:
-    return _build_layout(make, grid)
-
-
 @cached_until_cleared(maxsize=256)  # torch.compile compiles anew for another object
 def _build_layout(make: Callable, grid: tuple[int, int, int]) -> VideoLayout:
     layout = make(*grid)
@@ -411,7 +407,7 @@ class _Run:
                 if not self.keeps_all:
                     self.layout = None
                     return
-        self.layout = self.video = _layout_of(self.make, self.parts.grid_of(config=self.config, given=given))
+        self.layout = self.video = _build_layout(self.make, self.parts.grid_of(config=self.config, given=given))
 
     def reorder_tokens(self, module, args, out):
         if self.layout is None:
@@ -430,9 +426,6 @@ class _Run:
 
     def restore_order(self, module, args):
         return None if self.layout is None else (self.layout.to_raster(args[0], 1), *args[1:])
-
-    def mask_of(self, layout: VideoLayout) -> Pattern | str:
-        return layout.to_spec().join(self.pieces) if self.pieces else layout & self.spec(layout)
 
     def count_all(self, q_len: int, kv_len: int) -> int:
         """How many pairs the layout of a call keeps."""
@@ -453,7 +446,10 @@ class _Run:
             kv_lens = layout.length - text + attn_mask[:, 0, 0, -text:].sum(-1)
         if self.reorders_in_layers:
             query, key, value = (layout.to_tiles(one, 2) for one in (query, key, value))
-        mask = self._compile_mask(layout if dense or self.keeps_all else self.mask_of(layout), layout, kv_lens, query.device)
+        mask: Any = layout
+        if not (dense or self.keeps_all):
+            mask = layout.to_spec().join(self.pieces) if self.pieces else layout & self.spec(layout)
+        mask = self._compile_mask(mask, layout, kv_lens, query.device)
         options: dict[str, Any] = {"dropout_p": dropout_p, "kv_lens": kv_lens, "precision": self.precision}
         out = attention(query, key, value, mask, scale=scale, **options)
         return layout.to_raster(out, 2) if self.reorders_in_layers else out
@@ -479,20 +475,16 @@ class _Processor:
 
     # Parameters have the names that attention modules of diffusers look for before they pass keywords on.
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
-        given = (attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        if self.run.record is None:
-            return self.attend(*given)
-        in_step = self.run.layout is None or self.run.keeps_all
+        given, run = (attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb), self.run
+        attend = self.original if run.layout is None else outside_graphs(self.attend) if run.parts.outside_graphs else self.attend
+        if run.record is None:
+            return attend(*given)
+        in_step = run.layout is None or run.keeps_all
         why = "in a dense step" if in_step else "one of dense_layers" if self.dense else None
-        with self.run.record.layer(self.number, why, self.run.count_all):
-            return self.attend(*given)
+        with run.record.layer(self.number, why, run.count_all):
+            return attend(*given)
 
     def attend(self, *given):
-        if self.run.layout is None:
-            return self.original(*given)
-        return outside_graphs(self.run_native)(*given) if self.run.parts.outside_graphs else self.run_native(*given)
-
-    def run_native(self, *given):
         calls = _AttentionOverride(self.run, self.dense)
         with calls:
             out = self.native(*given)

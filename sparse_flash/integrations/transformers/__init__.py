@@ -33,23 +33,22 @@ from ...masks.pattern import Pattern
 from ..models import MaskRecord, count_causal, describe_layer, record_layers, unswitched_error
 from .attend import NAME, PREVIOUS, SETTINGS, LayerSettings, attend_layer
 from .by_token import check_acts_by_token
-from .given_masks import OWN, is_decoder, keep_in_adapters, keep_masks, looks_ahead, read_masks, saved_records, warn_of_difference
+from .given_masks import OWN, is_decoder, keep_in_adapters, keep_record, read_masks, saved_records, warn_of_difference
 from .given_masks import write_masks as write_masks
 from .layers import find_self_attention, find_tower, takes_interface, unwrap_model
-from .model_mask import create_model_mask, depends_on_position
+from .model_mask import create_model_mask
 from .sharing import find_plan, shard_arguments
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
     raise ImportError(f"transformers must be 5.8 or newer; got {transformers.__version__}: pip install 'transformers[torch]>=5.8'")
 
-# A switched model holds its state in four attributes, which use_sparse_flash alone writes:
+# A switched model holds its state in three attributes, which use_sparse_flash alone writes:
 # SETTINGS on each switched attention module, read by attend_layer, masks_of and print(model);
 # PREVIOUS on each module that keeps its attention but is switched with the others, read by attend_layer;
-# _WATCHED on the decoder and _PLAN on the model, once their hooks are registered; _shard_inputs reads the plan.
+# _PLAN on the model, None without one, once the hooks are registered; _shard_inputs reads it.
 # Its config holds NAME as its implementation, which all of these ask first, and the masks under CONFIG_KEY, for saving, as do the
 # configs of its adapters.
 # model.set_attn_implementation(name) switches it back: the attributes stay, without effect.
-_WATCHED = "_sparse_flash_watched"
 _PLAN = "_sparse_flash_plan"
 
 
@@ -121,43 +120,26 @@ def use_sparse_flash(
     wrapped, model = model, unwrap_model(model)
     part = find_tower(model)
     layers = find_self_attention(part)
-    restores = mask is None and per_layer is None
-    given = read_masks(model, layers, mask, per_layer, bidirectional, dense_below, dense_layers, dense_last)
-    plan = find_plan(given.layers)
+    masks, bidirectional, record = read_masks(model, layers, mask, per_layer, bidirectional, dense_below, dense_layers, dense_last)
+    plan = find_plan({number: one.given for number, one in masks.items()})
     if plan is not None:
         check_acts_by_token(model, layers.values(), plan.q_len, tokenwise)
     if precision is not None and plan is not None:
         raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
-    if not restores and not any(hasattr(layer, SETTINGS) for layer in layers.values()):
-        warn_of_difference(model, given.layers)  # of a model that was just loaded
+    if not (mask is None and per_layer is None) and not any(hasattr(layer, SETTINGS) for layer in layers.values()):
+        warn_of_difference(model, masks)  # of a model that was just loaded
     _switch(model, part, layers.values())
     for number, layer in layers.items():
-        one, choice, ahead = OWN if plan else given.layers[number], given.choices.get(number), given.ahead[number]
-        settings = LayerSettings(
-            one,
-            backend,
-            deterministic,
-            precision,
-            needs_positions=one != OWN and depends_on_position(one),
-            packed=packed,
-            refuses_causal=ahead and not given.bidirectional,
-            within_causal=one != OWN and not ahead,
-            plan=given.layers[number] if plan else None,
-        )
-        if choice is not None:
-            dense = settings._replace(mask=choice.dense, needs_positions=depends_on_position(choice.dense))
-            settings = settings._replace(needs_positions=choice.needs_positions, prompt_choice=choice, dense_settings=dense)
+        own_plan = masks[number].given if plan else None
+        settings = LayerSettings(masks[number], own_plan, backend, deterministic, precision, packed, bidirectional)
         setattr(layer, SETTINGS, settings)
         layer.extra_repr = partial(_describe_layer, layer)  # type: ignore[method-assign]  # print(model) shows it
-    if not hasattr(part, _WATCHED):
+    if not hasattr(model, _PLAN):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
-        model.register_state_dict_pre_hook(_keep_in_adapters)
-        setattr(part, _WATCHED, True)
-    if plan is not None and not hasattr(model, _PLAN):
         model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
-    if plan is not None or hasattr(model, _PLAN):
-        setattr(model, _PLAN, plan)
-    keep_masks(model, given)
+        model.register_state_dict_pre_hook(_keep_in_adapters)
+    setattr(model, _PLAN, plan)
+    keep_record(model, record)
     return wrapped
 
 
@@ -170,7 +152,7 @@ def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | Sh
         way_out = "), for the masks that it was saved with" if saved_records(model) else ", mask)"
         got = f"{type(model).__name__}, which runs {_implementation(part)!r}"
         raise unswitched_error(got, f"use_sparse_flash(model{way_out}")
-    return {number: one.plan or one.mask for number, one in settings.items() if one is not None}
+    return {number: one.mask.given for number, one in settings.items() if one is not None}
 
 
 @contextmanager
@@ -187,11 +169,9 @@ def record_masks(model: torch.nn.Module) -> Iterator[MaskRecord]:
         number = numbers.get(id(module))
         if number is None:
             return attend(module, query, key, value, attention_mask, **options)
-        settings = getattr(module, SETTINGS)
-        choice = settings.prompt_choice
-        why = None if choice is None else choice.why_dense(attention_mask, query, key)
-        count_all = count_causal if is_decoder(module) and not looks_ahead(settings.mask) else mul
-        with record.layer(number, "the model's own mask" if settings.mask == OWN else why, count_all):
+        mask = getattr(module, SETTINGS).mask
+        why = "the model's own mask" if mask.given == OWN else mask.why_dense(attention_mask, query, key)
+        with record.layer(number, why, count_causal if is_decoder(module) and not mask.looks_ahead else mul):
             return attend(module, query, key, value, attention_mask, **options)
 
     AttentionInterface.register(NAME, attend_and_record)
@@ -203,10 +183,9 @@ def record_masks(model: torch.nn.Module) -> Iterator[MaskRecord]:
 
 
 def _describe_layer(layer) -> str:
-    settings = getattr(layer, SETTINGS)
-    choice = settings.prompt_choice
-    dense = "" if choice is None else f"; dense_below={choice.dense_below}, dense_last={choice.dense_last}"
-    return describe_layer(layer, f"{settings.plan or settings.mask}{dense}" if _implementation(layer) == NAME else None)
+    mask = getattr(layer, SETTINGS).mask
+    dense = "" if mask.dense is None else f"; dense_below={mask.dense_below}, dense_last={mask.dense_last}"
+    return describe_layer(layer, f"{mask.given}{dense}" if _implementation(layer) == NAME else None)
 
 
 def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] | None:
@@ -253,15 +232,10 @@ def _switch(model, part, layers) -> None:
     stuck = next((module for module, was in left if "flash" in (was or "flash")), None)
     if unswitched is not None or stuck is not None:
         switched.set_attn_implementation(before)
+        why = f"keeps {before!r}, which cannot run beside {NAME!r}; call model.set_attn_implementation('sdpa') first"
         if unswitched is not None:
-            raise ValueError(
-                f"{type(unswitched).__name__} of {type(model).__name__} cannot be switched to another attention implementation; "
-                "call sparse_flash.attention in its code instead"
-            )
-        raise ValueError(
-            f"{type(stuck).__name__} of {type(model).__name__} keeps {before!r}, which cannot run beside {NAME!r}; call "
-            "model.set_attn_implementation('sdpa') first"
-        )
+            why = "cannot be switched to another attention implementation; call sparse_flash.attention in its code instead"
+        raise ValueError(f"{type(stuck if unswitched is None else unswitched).__name__} of {type(model).__name__} {why}")
     for module, was in left:
         setattr(module, PREVIOUS, was)
 

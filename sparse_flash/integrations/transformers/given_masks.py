@@ -1,14 +1,15 @@
 """The masks that a user gives to a model: read from files, configs and arguments, checked before the model is changed, and kept for
 saving as plain records, in the model's config and in JSON files.
 
-A layer's mask may have choosers. Its prompts then choose, and all other calls are dense: see ``PromptChoice``.
+A layer's mask may have choosers. Its prompts then choose, and all other calls are dense: see ``LayerMask``.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -22,7 +23,6 @@ from ...choosers.built_in import Scored
 from ...masks.block_mask import BlockMask
 from ...masks.cache import convert_foreign_mask
 from ...masks.chooser import HeadChoice, choices_of, has_choosers, is_causal, map_heads, without_choosers
-from ...masks.memory import cached_until_cleared
 from ...masks.parsing import parse, text_of
 from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerEntry, PerHead, short_text
 from ...patterns import causal, last_tokens
@@ -38,25 +38,44 @@ _IMPLEMENTATION = "attn_implementation"  # in the config too, if a user set it: 
 _FORMAT = 1
 
 
-class GivenMasks(NamedTuple):
-    """The checked masks of a model's layers, by number.
+class LayerMask(NamedTuple):
+    """The checked mask of a layer.
 
-    layers: the masks; "own" for the model's own, or one plan of several ranks. choices: of masks that have a chooser. ahead: which
-    masks let queries see later keys. bidirectional: whether a decoder's masks may do so.
+    given: the mask as ``masks_of`` returns it. kept: what calls keep: ``given``, with the last tokens joined to its choosers; None
+    for the model's own mask, and for a plan.
+    needs_positions: whether it depends on more than the distance of query and key. looks_ahead: whether queries may see later keys.
+    dense: the mask of calls that do not choose; None without choosers. dense_below, dense_last: as for ``use_sparse_flash``.
     """
 
-    layers: dict[int, Any]
-    choices: dict[int, PromptChoice]
-    ahead: dict[int, bool]
-    bidirectional: bool
+    given: Any
+    kept: Any
+    needs_positions: bool
+    looks_ahead: bool
+    dense: LayerMask | None = None
+    dense_below: int = 0
+    dense_last: int = 0
+
+    def why_dense(self, model_mask: object, query: torch.Tensor, key: torch.Tensor) -> str | None:
+        """Why a call is dense although the mask has choosers; None if it is not. A ``ModelMask``'s window limits a query's keys."""
+        if self.dense is None:
+            return None
+        keys, window = key.shape[2], None
+        if isinstance(model_mask, ModelMask):
+            keys, window = keys if model_mask.key_count is None else model_mask.key_count, model_mask.window
+        if query.shape[2] <= MAX_QUERIES:
+            return f"up to {MAX_QUERIES} queries"
+        if keys < self.dense_below or (window is not None and window < self.dense_below):
+            return f"fewer keys than dense_below={self.dense_below}"
+        return None
 
 
 def read_masks(
     model: Any, layers: Mapping[int, torch.nn.Module], mask: object, per_layer: object, bidirectional: bool,
     dense_below: int | None, dense_layers: Any, dense_last: int | None
-) -> GivenMasks:  # fmt: skip
-    """Returns the masks that ``use_sparse_flash`` is called for, with these arguments: given ones, those of a file, or saved ones.
-    layers: the model's, by number. Raises ValueError or TypeError for masks and settings that do not fit them."""
+) -> tuple[dict[int, LayerMask], bool, dict[str, Any] | None]:  # fmt: skip
+    """Returns the masks that ``use_sparse_flash`` is called for, with these arguments: given ones, those of a file, or saved ones;
+    whether they may look ahead; and their record, None if one has no text. layers: the model's, by number. Raises ValueError or
+    TypeError for masks and settings that do not fit them."""
     numbers, source = sorted(layers), ""
     if per_layer is None and (found := _find_record(model, mask)) is not None:
         name, record = found
@@ -66,19 +85,26 @@ def read_masks(
         dense_last = record.get("dense_last") if dense_last is None else dense_last
     check_counts(dense_below=dense_below, dense_last=dense_last)
     below, last = DENSE_BELOW if dense_below is None else dense_below, DENSE_LAST if dense_last is None else dense_last
-    masks = _assign_masks(mask, per_layer, numbers)
-    dense = check_layers(() if dense_layers is None else dense_layers, masks)
-    masks = {number: OWN if number in dense else one for number, one in masks.items()}
-    chosen = [number for number, one in masks.items() if one != OWN and has_choosers(one)]
-    if chosen and any(isinstance(one, SharedSequence) for one in masks.values()):
+    given = _assign_masks(mask, per_layer, numbers)
+    dense = check_layers(() if dense_layers is None else dense_layers, given)
+    given |= dict.fromkeys(dense, OWN)
+    chosen = [number for number, one in given.items() if one != OWN and has_choosers(one)]
+    if chosen and any(isinstance(one, SharedSequence) for one in given.values()):
         raise ValueError(
             f"a ContextPlan must be the plan of all layers; got a chooser in layers {chosen}, and ranks choose no blocks by "
             "content; make the plan of a pattern, or leave it out"
         )
-    choices = {number: build_prompt_choice(masks[number], below, last) for number in chosen}
-    _check_heads(masks, layers, source)
-    ahead = _find_ahead(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
-    return GivenMasks(masks, choices, ahead, bidirectional)
+    make = cache(partial(_make_layer_mask, below=below, last=last))
+    masks = {number: make(one) for number, one in given.items()}
+    _check_heads(given, layers, source)
+    ahead = [number for number, one in masks.items() if one.looks_ahead]
+    wrong = [number for number in ahead if is_decoder(layers[number])]  # whose tokens are trained to predict the later ones
+    if bidirectional and not ahead:
+        raise ValueError("bidirectional=True must come with a mask that looks ahead; got none; pass one, such as 'full'")
+    if wrong and not bidirectional:
+        raise ValueError(future_error(f"the mask of layers {wrong}", given[wrong[0]]))
+    settings = {"dense_below": below, "dense_last": last} if chosen else {}
+    return masks, bidirectional, _record_of(given, **settings, bidirectional=bidirectional or None)
 
 
 def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
@@ -134,34 +160,12 @@ def _check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Modu
             )
 
 
-def _find_ahead(masks: Mapping[int, object], decoders: Iterable[int], bidirectional: bool) -> dict[int, bool]:
-    """Returns for each layer whether its mask looks ahead: lets queries see later keys. Raises ValueError if a layer in
-    ``decoders`` looks ahead without ``bidirectional``, as it is to predict these tokens; and if no mask looks ahead with it."""
-    known = {id(mask): looks_ahead(mask) for mask in {id(mask): mask for mask in masks.values()}.values()}
-    ahead = {number: known[id(mask)] for number, mask in masks.items()}
-    wrong = [number for number in decoders if ahead[number]]
-    if bidirectional and not any(ahead.values()):
-        raise ValueError("bidirectional=True must come with a mask that looks ahead; got none; pass one, such as 'full'")
-    if wrong and not bidirectional:
-        raise ValueError(future_error(f"the mask of layers {wrong}", masks[wrong[0]]))
-    return ahead
-
-
 def future_error(subject: str, mask: object) -> str:
     """Returns the error of a decoder's mask that looks ahead."""
     way_out = f"write 'causal & ({mask})'" if isinstance(mask, (str, Pattern)) else "make it of 'causal & ...'"
     return (
         f"{subject} must be within causal and say so, as a decoder's tokens may not see the tokens that they predict; got "
         f"{mask}; {way_out}, or say bidirectional=True if they are to see them"
-    )
-
-
-def warn_of_lost_pairs(layer: torch.nn.Module, mask: object) -> None:
-    """Warns of a mask within causal where the model's own lets some tokens see later ones."""
-    warnings.warn(
-        f"the mask of {type(layer).__name__}, {mask}, removes pairs of image or prefix tokens, which see later tokens in the "
-        "model; pass 'own' for the model's own mask, or a mask that looks ahead, without 'causal &', and bidirectional=True",
-        stacklevel=callers_level(),
     )
 
 
@@ -185,31 +189,6 @@ def is_decoder(layer: torch.nn.Module) -> bool:
     return bool(getattr(layer, "is_causal", False) and getattr(getattr(layer, "config", None), "is_causal", True))
 
 
-class PromptChoice(NamedTuple):
-    """A layer's spec with choosers, in the forms that calls need.
-
-    spec: with the last tokens joined. dense: its patterns alone, for calls that do not choose. dense_below, dense_last: as for
-    ``use_sparse_flash``. needs_positions: whether the patterns depend on more than the distance of query and key.
-    """
-
-    spec: Pattern | str
-    dense: Pattern | str
-    dense_below: int
-    dense_last: int
-    needs_positions: bool
-
-    def why_dense(self, model_mask: object, query: torch.Tensor, key: torch.Tensor) -> str | None:
-        """Why a call is dense; None if it chooses. The window of a ``ModelMask`` limits a query's keys."""
-        keys, window = key.shape[2], None
-        if isinstance(model_mask, ModelMask):
-            keys, window = keys if model_mask.key_count is None else model_mask.key_count, model_mask.window
-        if query.shape[2] <= MAX_QUERIES:
-            return f"up to {MAX_QUERIES} queries"
-        if keys < self.dense_below or (window is not None and window < self.dense_below):
-            return f"fewer keys than dense_below={self.dense_below}"
-        return None
-
-
 def check_counts(**counts: object) -> None:
     """Raises ValueError for numbers of tokens that are none. None passes."""
     for name, value in counts.items():
@@ -217,21 +196,22 @@ def check_counts(**counts: object) -> None:
             raise ValueError(f"{name} must be a number of tokens, 0 or more; got {value!r}")
 
 
-@cached_until_cleared(maxsize=256)
-def build_prompt_choice(mask: Pattern | str, below: int, last: int) -> PromptChoice:
-    """Returns the choice of a layer. Raises ValueError for an expression that cannot be one."""
-    choices = choices_of(mask)
-    choosers = [chooser for choice in choices for chooser in choice.choosers]
-    if any(isinstance(chooser, Scored) for chooser in choosers):
-        raise ValueError(f"{mask} must choose by itself, as no model passes scores to scored; write a chooser, by register_chooser")
-    patterns = [one for choice in choices for one in (choice.within, choice.always) if one is not None]
-    return PromptChoice(
-        map_heads(mask, lambda choice: _join_last_tokens(choice, last)),
-        without_choosers(mask),
-        below,
-        last,
-        any(map(depends_on_position, patterns)),
-    )
+def _make_layer_mask(given: Any, below: int, last: int) -> LayerMask:
+    """Raises ValueError for choosers that no model can serve."""
+    ahead = looks_ahead(given)
+    if given == OWN or isinstance(given, SharedSequence):
+        return LayerMask(given, None, False, ahead)
+    if not has_choosers(given):
+        return LayerMask(given, given, depends_on_position(given), ahead)
+    choices = choices_of(given)
+    if any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
+        raise ValueError(
+            f"{given} must choose by itself, as no model passes scores to scored; write a chooser, by register_chooser"
+        )
+    kept, patterns = map_heads(given, partial(_join_last_tokens, last=last)), without_choosers(given)
+    needs_positions = any(depends_on_position(one) for choice in choices for one in (choice.within, choice.always))
+    dense = LayerMask(patterns, patterns, depends_on_position(patterns), ahead)
+    return LayerMask(given, kept, needs_positions, ahead, dense, below, last)
 
 
 def _join_last_tokens(choice: HeadChoice, last: int) -> Pattern:
@@ -340,7 +320,7 @@ def write_masks(
     if isinstance(masks, torch.nn.Module):
         record = getattr(unwrap_model(masks).config, CONFIG_KEY, None)
     elif isinstance(masks, Mapping):
-        record = _record_of(masks, {})
+        record = _record_of(masks)
     else:
         raise TypeError(f"masks must be a model, or masks by layer such as masks_of(model); got {type(masks).__name__}")
     if record is None:
@@ -351,42 +331,38 @@ def write_masks(
     Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
-def warn_of_difference(model: Any, masks: Mapping[int, Any]) -> None:
+def warn_of_difference(model: Any, masks: Mapping[int, LayerMask]) -> None:
     """Names the first two masks that differ between what a model was saved with and its layers. Masks without text are not
     compared."""
     found = saved_records(model)
     name = next(iter(found), "")
     saved = found[name].get("layers", {}) if found else {}
-    other = ((number, saved.get(str(number), mask), mask) for number, mask in masks.items() if isinstance(mask, str))
-    for number, there, here in other:
-        if there != here:
+    for number, mask in masks.items():
+        there, here = saved.get(str(number), mask.given), mask.given
+        if isinstance(here, str) and there != here:
             warnings.warn(
                 f"{name} says {short_text(there, 200)!r} for layer {number}, and the model was switched to "
                 f"{short_text(here, 200)!r}; use_sparse_flash(model) without a mask takes the saved ones",
                 stacklevel=callers_level(),
             )
-            break
+            return
 
 
-def keep_masks(model: Any, given: GivenMasks) -> None:
-    """Keeps the masks in the configs of a model and its adapters, or nothing if they have no text, or are all the model's own."""
-    one, config = next(iter(given.choices.values()), None), model.config
-    settings = {} if one is None else {"dense_below": one.dense_below, "dense_last": one.dense_last}
-    record = _record_of(given.layers, {**settings, "bidirectional": given.bidirectional or None})
+def keep_record(model: Any, record: dict[str, Any] | None) -> None:
+    """Keeps masks in the configs of a model and its adapters, or nothing if they have no record, or are all the model's own."""
     if record is not None and set(record["layers"].values()) != {OWN}:
-        setattr(config, CONFIG_KEY, record)
+        setattr(model.config, CONFIG_KEY, record)
     else:
-        for name in {CONFIG_KEY, _IMPLEMENTATION} & set(vars(config)):
-            delattr(config, name)
+        for name in {CONFIG_KEY, _IMPLEMENTATION} & set(vars(model.config)):
+            delattr(model.config, name)
     keep_in_adapters(model, replaces=True)
 
 
-def _record_of(masks: Mapping[int, Any], settings: dict[str, Any]) -> dict[str, Any] | None:
+def _record_of(masks: Mapping[int, Any], **settings: object) -> dict[str, Any] | None:
     """Returns the record of masks; None if one of them has no text."""
-    given = {str(number): OWN if mask is None else mask for number, mask in masks.items()}
-    if not all(isinstance(mask, (str, Pattern)) for mask in given.values()):
+    known = {str(number): OWN if mask is None else mask for number, mask in masks.items()}
+    if not all(isinstance(mask, (str, Pattern)) for mask in known.values()):
         return None
-    layers = {number: mask if mask == OWN else text_of(mask) for number, mask in given.items()}
-    if None in layers.values():
-        return None
-    return {"format": _FORMAT, "layers": layers, **{name: value for name, value in settings.items() if value is not None}}
+    layers = {number: mask if mask == OWN else text_of(mask) for number, mask in known.items()}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return None if None in layers.values() else {"format": _FORMAT, "layers": layers, **given}

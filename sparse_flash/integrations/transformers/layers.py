@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from ..models import ADVICE, library_of
 
-_REFUSED_KEYWORDS = {"position_bias"}
 _NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own methods also name the interface
 
 
@@ -42,8 +41,8 @@ def find_tower(model: torch.nn.Module) -> torch.nn.Module:
 def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     """Returns a tower's self-attention modules by layer number. Raises ValueError if some cannot be switched."""
     taking = [(name, module) for name, module in model.named_modules() if takes_interface(module)]
-    others = [module for module in model.modules() if _is_attention(module) and not any(map(takes_interface, module.modules()))]
-    if others:
+    attention = [one for one in model.modules() if hasattr(one, "is_causal") and getattr(one, "layer_idx", None) is not None]
+    if others := [module for module in attention if not any(map(takes_interface, module.modules()))]:
         raise ValueError(
             f"{type(others[0]).__name__} of {type(model).__name__} does not call attention through Transformers' attention "
             "interface; call sparse_flash.attention in its code instead"
@@ -56,14 +55,11 @@ def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
             f"{type(model).__name__} has no self-attention layers that call Transformers' attention interface; call "
             "sparse_flash.attention in its code instead"
         )
-    for module in found:
-        kind: type = type(module)  # declared: mypy takes type[Module] for a Module, whose hash it does not know
-        refused = sorted(_REFUSED_KEYWORDS & _names(kind))
-        if refused:
-            raise ValueError(
-                f"{type(module).__name__} passes {', '.join(refused)} to its attention, which sparse_flash does not support; use "
-                "another implementation, such as model.set_attn_implementation('sdpa')"
-            )
+    if biased := [module for module in found if _uses(module, "position_bias")]:
+        raise ValueError(
+            f"{type(biased[0]).__name__} passes position_bias to its attention, which sparse_flash does not support; use another "
+            "implementation, such as model.set_attn_implementation('sdpa')"
+        )
     numbers = [number for module in found if (number := getattr(module, "layer_idx", None)) is not None]
     if len(numbers) < len(found):
         numbers = list(range(len(found)))
@@ -75,10 +71,6 @@ def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     return dict(sorted(zip(numbers, found, strict=True)))
 
 
-def _is_attention(module: torch.nn.Module) -> bool:
-    return hasattr(module, "is_causal") and getattr(module, "layer_idx", None) is not None
-
-
 def _is_cross_attention(name: str, module: torch.nn.Module) -> bool:
     """Whether a module attends to another sequence, by its attribute, its class, or its name within its layer: encoder_attn,
     EncDecAttention, crossattention.self."""
@@ -88,28 +80,25 @@ def _is_cross_attention(name: str, module: torch.nn.Module) -> bool:
 
 
 def takes_interface(module: torch.nn.Module) -> bool:
-    kind: type = type(module)  # declared: as above
-    return "ALL_ATTENTION_FUNCTIONS" in _names(kind)
+    return _uses(module, "ALL_ATTENTION_FUNCTIONS")
+
+
+def _uses(module: torch.nn.Module, name: str) -> bool:
+    kind: type = type(module)  # declared: mypy takes type[Module] for a Module, whose hash it does not know
+    return name in _names(kind)
 
 
 @cache
 def _names(kind: type) -> frozenset[str]:
     """Returns the names that a class's methods use: globals, attributes, and keywords that they pass."""
-    found: set[str] = set()
-    for owner in kind.__mro__:
-        if owner.__module__ in _NOT_OF_MODELS or owner.__module__.startswith("torch."):
-            continue
-        for value in vars(owner).values():
-            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
-            if code is not None:
-                _collect(code, found)
+    owners = [one for one in kind.__mro__ if one.__module__ not in _NOT_OF_MODELS and not one.__module__.startswith("torch.")]
+    values = [value for one in owners for value in vars(one).values() if callable(value)]
+    codes, found = [getattr(inspect.unwrap(value), "__code__", None) for value in values], set[str]()
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            found.update(code.co_names)
+            codes.extend(code.co_consts)
+        elif isinstance(code, tuple):  # names of keywords
+            found.update(name for name in code if isinstance(name, str))
     return frozenset(found)
-
-
-def _collect(code: CodeType, found: set[str]) -> None:
-    found.update(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            _collect(constant, found)
-        elif isinstance(constant, tuple):
-            found.update(name for name in constant if isinstance(name, str))

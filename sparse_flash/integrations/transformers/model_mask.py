@@ -1,16 +1,16 @@
 """A model's own mask: the answer to Transformers, which requests one mask for all layers of a kind (those with a window, those
 without), and passes it to attention. A ``ModelMask`` holds numbers and spec text instead of a tensor of pairs.
 
-Two readers take from Transformers' arguments what the mask keeps, and return one record. ``_read_function`` looks into the mask
-function. Compiled code cannot inspect functions, so ``_read_arguments`` takes what Transformers passes beside it. Both must say the
-same of a mask, except that the second does not see packed sequences: ``sequences`` finds those.
+Two readers take from Transformers' arguments what the mask keeps. ``_read_function`` looks into the mask
+function. Compiled code cannot inspect functions, so ``_read_arguments`` takes what Transformers passes beside it, and calls the
+function to see where packed sequences start. Both must say the same of a mask.
 """
 
 from __future__ import annotations
 
 import inspect
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -41,14 +41,10 @@ SLICED_AND_PACKED = (
 
 
 @constant_in_graphs
+@cached_until_cleared(maxsize=1024)
 def restrict_mask(mask: Any, limits: tuple[str, ...], position: int) -> Pattern | str:
     """Returns the mask, a Pattern, spec text or None for all pairs, within the limits, for keys from a position on; as text if it
     has one."""
-    return _restrict_cached(mask, limits, position)
-
-
-@cached_until_cleared(maxsize=1024)
-def _restrict_cached(mask: Pattern | str | None, limits: tuple[str, ...], position: int) -> Pattern | str:
     parts = [parse(limit) if isinstance(limit, str) else limit for limit in (*limits, mask) if limit is not None]
     restricted = And.of(*(part.map_leaves(partial(_move_leaf, by=-position)) for part in parts))
     return text_of(restricted) or restricted
@@ -76,8 +72,7 @@ class ModelMask(FlexBlockMask):
     knows; that is None if no key comes after.
     key_starts, key_stops: (batch,) int32, which keys exist; None for all up to ``key_count``.
     first_token: (batch,) integers, the position of each sequence's first token in the padded batch; None if that is 0.
-    sequence_starts: (batch | 1, q_length) bool, where packed sequences start by the mask function; None for one sequence, and in
-    compiled code: see ``sequences``.
+    sequence_starts: (batch | 1, q_length) bool, where packed sequences start by the mask function; None if it separates none.
     refusal: why attention cannot apply it, or None. arguments: Transformers' arguments for the mask.
 
     It subclasses FlexAttention's mask because ``generate()`` creates the masks of static caches before it calls the model, which
@@ -140,9 +135,12 @@ class ModelMask(FlexBlockMask):
         q_length, kept, arguments = self.q_length - first, self.kept_pairs, self.arguments
         arguments = arguments | {"q_length": q_length, "q_offset": arguments["q_offset"] + first}
         kept = kept[:, :, first:] if kept is not None and kept.shape[2] > 1 else kept
-        packed = self.sequence_starts is not None or (self.found_sequences or (None, None))[1] is not None
+        # Compiled code cannot read whether there are several sequences.
+        starts = None if torch.compiler.is_compiling() else self.sequence_starts
+        packed = starts is not None and bool(starts[:, 1:].any())
+        packed = packed or (self.found_sequences or (None, None))[1] is not None
         refusal = SLICED_AND_PACKED if packed else self.refusal
-        return self.changed(q_length=q_length, kept_pairs=kept, refusal=refusal, arguments=arguments)
+        return self.changed(q_length=q_length, kept_pairs=kept, sequence_starts=starts, refusal=refusal, arguments=arguments)
 
     def __repr__(self):
         return f"ModelMask(base={self.base!r}, limits={self.limits()}, q_length={self.q_length}, kv_length={self.kv_length})"
@@ -156,22 +154,13 @@ class ModelMask(FlexBlockMask):
         return self._converted[implementation]
 
     @cached_property
-    def left_padding(self) -> list[int]:
-        """The tokens before each sequence's first one; empty if there are none."""
-        counts = [] if self.first_token is None else self.first_token.tolist()
-        return counts if any(counts) else []
-
-    @cached_property
     def sequences(self) -> list[list[int]]:
-        """[first_token, key_start, key_stop] of each sequence."""
+        """[first_token, key_start, key_stop] of each sequence; empty without padding."""
+        if self.first_token is None:
+            return []
         starts = (self.first_token - self.first_key_position).clamp(min=0) if self.key_starts is None else self.key_starts
         stops = torch.full_like(starts, self.key_count) if self.key_stops is None else self.key_stops
         return torch.stack([self.first_token, starts, stops], 1).tolist()  # one wait for the GPU
-
-    @cached_property
-    def ends_early(self) -> bool:
-        """Whether some sequence has padding after its last token."""
-        return bool((self.key_stops < self.key_count).any())
 
     @cached_property
     def sees_both_ways(self) -> bool:
@@ -181,16 +170,14 @@ class ModelMask(FlexBlockMask):
         pairs = self.kept_pairs[..., : self.key_count].expand(-1, -1, self.q_length, -1)
         return bool(pairs.triu(self.key_count - self.q_length + 1).any())
 
-    def is_chunked(self, kv_length: int | None = None) -> bool:
-        """Whether chunks leave pairs out. kv_length: of all ranks; None for this mask's."""
-        keys = self.kv_length if kv_length is None else kv_length
-        return self.chunk is not None and self.chunk < self.first_key_position + keys
+    def is_chunked(self) -> bool:
+        """Whether chunks leave pairs out."""
+        return self.chunk is not None and self.chunk < self.first_key_position + self.kv_length
 
-    def limits(self, kv_length: int | None = None) -> tuple[str, ...]:
-        """Returns the spec texts of the window and the chunks, where they leave pairs out. kv_length: as for ``is_chunked``."""
-        keys = self.kv_length if kv_length is None else kv_length
-        window = () if self.window is None or self.window >= keys else (f"local({self.window})",)
-        return (*window, f"block_diagonal(block={self.chunk})") if self.is_chunked(kv_length) else window
+    def limits(self) -> tuple[str, ...]:
+        """Returns the spec texts of the window and the chunks, where they leave pairs out."""
+        window = () if self.window is None or self.window >= self.kv_length else (f"local({self.window})",)
+        return (*window, f"block_diagonal(block={self.chunk})") if self.is_chunked() else window
 
     def intersect(self, mask: Pattern | str | BlockMask | None, device: torch.device) -> Pattern | str | BlockMask | None:
         """Returns the intersection of ``mask``, which replaces ``base``, and the model's other restrictions, for keys up to
@@ -239,18 +226,8 @@ class ModelMask(FlexBlockMask):
 _FIELDS = tuple(inspect.signature(ModelMask.__init__).parameters)[1:]
 
 
-class _MaskParts(NamedTuple):
-    """The parts of a mask: see ``ModelMask``. is_known: whether they are all of the mask."""
-
-    base: str = "full"
-    window: int | None = None
-    chunk: int | None = None
-    sequence_starts: torch.Tensor | None = None
-    is_known: bool = True
-
-
-def _read_arguments(arguments: dict[str, Any]) -> _MaskParts:
-    """Reads a mask within torch.compile. Raises ValueError for masks that are not clear from the arguments."""
+def _read_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a mask within torch.compile. Raises ValueError for masks that are not clear from the arguments."""
     bidirectional = "allow_is_bidirectional_skip" in arguments
     size, config = arguments.get("local_size"), arguments.get("config")
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
@@ -261,56 +238,60 @@ def _read_arguments(arguments: dict[str, Any]) -> _MaskParts:
             "implementation, or call it uncompiled"
         )
     base = "full" if bidirectional else "causal"
-    if size is None or size == chunk:
-        return _MaskParts(base, chunk=size)
-    return _MaskParts(base, size + 1 if bidirectional else size)
+    if size is not None and size == chunk:  # the first token of a chunk does not see the previous one either
+        return {"base": base, "chunk": size}
+    window = size if size is None or not bidirectional else size + 1
+    return {"base": base, "window": window, "sequence_starts": _find_starts(**arguments)}
 
 
-def _read_function(function: Any) -> _MaskParts:
-    """Reads a mask function by its name, and by what its closure holds."""
-    code = getattr(function, "__code__", None)
-    if code is None:  # such as a partial
-        return _MaskParts(is_known=False)
-    name = function.__qualname__.removesuffix(".<locals>.inner_mask")
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    held = {variable: cell.cell_contents for variable, cell in cells}
-    match name:
-        case "causal_mask_function":
-            return _MaskParts("causal")
-        case "bidirectional_mask_function":
-            return _MaskParts()
-        case "and_masks.<locals>.and_mask":
-            return _join_parts([_read_function(part) for part in held["mask_functions"]])
-        case "sliding_window_overlay":
-            return _MaskParts(window=held["sliding_window"])
-        case "sliding_window_bidirectional_overlay":
-            return _MaskParts(window=held["sliding_window"] + 1)
-        case "chunked_overlay":  # its left_padding is first_token
-            return _MaskParts(chunk=held["chunk_size"])
-        case "packed_sequence_mask_function":
-            starts = pad(held["packed_sequence_mask"].diff() != 0, (1, 0), value=True)
-            return _MaskParts(sequence_starts=starts if starts[:, 1:].any() else None)
-        case "remap_positions_for_packed_sequence":
-            # The distance of two tokens of one sequence does not change; another restriction separates sequences. Chunks count
-            # from the start of each, as long as these positions do: they begin at 0, and again wherever they do not go on by one.
-            parts, positions = _read_function(held["mask_function"]), held["position_ids"]
-            if parts.chunk is not None and int(positions.max()) >= parts.chunk:
-                first = pad(positions.diff() != 1, (1, 0), value=True)
-                return parts._replace(is_known=parts.is_known and bool((positions[first] == 0).all()))
-            return parts
-    return _MaskParts(is_known=False)
+def _find_starts(batch_size, q_length, kv_length, mask_function, device, attention_mask=None, **_) -> torch.Tensor | None:
+    """Returns which tokens a mask function separates from the one before, (batch, q_length) bool; None if it separates none."""
+    if attention_mask is not None or mask_function.__name__ != "and_mask" or not q_length == kv_length > 1:
+        return None
+    token, entry = torch.arange(1, q_length, device=device), torch.arange(batch_size, device=device)[:, None]
+    sees_previous = mask_function(entry, torch.zeros_like(entry), token, token - 1).expand(batch_size, -1)
+    return pad(~sees_previous, (1, 0), value=True)
 
 
-def _join_parts(parts: list[_MaskParts]) -> _MaskParts:
-    """Returns the intersection of masks."""
-    chunks = {part.chunk for part in parts} - {None}
-    return _MaskParts(
-        "causal" if any(part.base == "causal" for part in parts) else "full",
-        min((part.window for part in parts if part.window is not None), default=None),
-        next(iter(chunks), None),
-        next((part.sequence_starts for part in parts if part.sequence_starts is not None), None),
-        len(chunks) < 2 and all(part.is_known for part in parts),
-    )
+def _read_function(function: Any) -> dict[str, Any] | None:
+    """Returns the fields of a mask by the names of its function's parts, and by what their closures hold. None for other parts."""
+    base, windows, chunks, starts, positions = "full", set[int](), set[int](), None, None
+    parts = [function]
+    while parts:
+        part = parts.pop()
+        code = getattr(part, "__code__", None)  # a partial has none
+        cells = zip(code.co_freevars, part.__closure__ or (), strict=True) if code else ()
+        held = {variable: cell.cell_contents for variable, cell in cells}
+        match getattr(part, "__qualname__", "").removesuffix(".<locals>.inner_mask"):
+            case "causal_mask_function":
+                base = "causal"
+            case "bidirectional_mask_function":
+                pass
+            case "and_masks.<locals>.and_mask":
+                parts.extend(held["mask_functions"])
+            case "sliding_window_overlay":
+                windows.add(held["sliding_window"])
+            case "sliding_window_bidirectional_overlay":
+                windows.add(held["sliding_window"] + 1)
+            case "chunked_overlay":  # its left_padding is first_token
+                chunks.add(held["chunk_size"])
+            case "packed_sequence_mask_function":
+                found = pad(held["packed_sequence_mask"].diff() != 0, (1, 0), value=True)
+                starts = found if found[:, 1:].any() else None
+            case "remap_positions_for_packed_sequence":
+                # The distance of two tokens of one sequence does not change; another part separates sequences.
+                positions = held["position_ids"]
+                parts.append(held["mask_function"])
+            case _:
+                return None
+    chunk = min(chunks, default=None)
+    if chunk is not None and positions is not None and int(positions.max()) >= chunk:
+        # Chunks count from the start of each sequence if its positions do: they are 0 wherever they do not go on by one.
+        first = pad(positions.diff() != 1, (1, 0), value=True)
+        if (positions[first] != 0).any():
+            return None
+    fields = {"base": base, "window": min(windows, default=None), "chunk": chunk, "sequence_starts": starts}
+    return fields if len(chunks) < 2 else None
 
 
 def create_model_mask(**arguments) -> ModelMask:
@@ -318,15 +299,14 @@ def create_model_mask(**arguments) -> ModelMask:
     if isinstance(arguments["q_offset"], torch.Tensor):  # of a static cache, which adds to it before a layer attends
         arguments["q_offset"] = arguments["q_offset"].clone()
     compiling, padding = torch.compiler.is_compiling(), arguments.get("attention_mask")
-    parts = _read_arguments(arguments) if compiling else _read_function(arguments["mask_function"])
+    fields = _read_arguments(arguments) if compiling else _read_function(arguments["mask_function"])
     q_length, kv_length, first_key_position = (arguments[name] for name in ("q_length", "kv_length", "kv_offset"))
-    mask = ModelMask(q_length, kv_length, first_key_position=first_key_position, arguments=arguments)
+    mask = ModelMask(q_length, kv_length, first_key_position=first_key_position, arguments=arguments, **fields or {})
     _set_key_count(mask, arguments["q_offset"])
-    if not parts.is_known:
+    if fields is None:
         mask.kept_pairs = sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
         mask.first_token = None if padding is None else padding.bool().int().argmax(1)
         return mask
-    mask.base, mask.window, mask.chunk, mask.sequence_starts = parts[:4]
     # If every token sees every other, keys past the queries' are not the future but extra ones.
     if mask.base == "full" and mask.key_count is not None and mask.key_count < kv_length:
         mask.refusal = (

@@ -1,20 +1,11 @@
-"""Finds the packed sequences of a call.
-
-Sequences come from the first of these that the call has:
-
-| source | uncompiled code | compiled code |
-|---|---|---|
-| cu_seq_lens_q | taken | taken |
-| the model's mask function, if it separates sequences | read once | called for each token and the one before |
-| position_ids of the layer: a sequence starts where they do not rise | read once | compared, beside the mask function |
+"""Finds the packed sequences of a call: by its cu_seq_lens_q, otherwise by the model's mask function, if that separates sequences,
+and the layer's position_ids, where they do not rise.
 
 Compiled code cannot read values. With ``use_sparse_flash(packed=True)`` it separates sequences wherever they start. Without, it
 fails at run time if a row has more than one.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -50,23 +41,23 @@ def find_sequences(
             if cu_seq_lens_k.shape != cu_seq_lens_q.shape or (read and (cu_seq_lens_k != cu_seq_lens_q).any()):
                 raise ValueError("cu_seq_lens_k must be equal to cu_seq_lens_q, as self-attention has one list; leave it out")
         return cu_seq_lens_q.to(query.device)
-    if torch.compiler.is_compiling():
-        if packed and position_ids is not None and position_ids.shape[-1] != model_mask.q_length:
-            raise ValueError(SLICED_AND_PACKED)
-        by_function, by_positions = _starts_by_function(model_mask.arguments), _starts_by_positions(model_mask, position_ids)
-        starts = by_function if by_positions is None else by_positions if by_function is None else by_positions | by_function
-        if starts is None:
-            return None
-        if packed and model_mask.key_starts is None and model_mask.q_length == model_mask.kv_length:
-            return _bounds_of(starts.expand(batch, -1))
-        assert_in_graph(~starts[:, 1:].any(), _PACKED_ERROR)
-        return None
-    if model_mask.found_sequences is None or model_mask.found_sequences[0] is not position_ids:
-        starts = model_mask.sequence_starts
-        starts = _starts_by_positions(model_mask, position_ids) if starts is None else starts
+    compiling, held = torch.compiler.is_compiling(), model_mask.found_sequences
+    if held is not None and held[0] is position_ids and not compiling:
+        return held[1]
+    if compiling and packed and position_ids is not None and position_ids.shape[-1] != model_mask.q_length:
+        raise ValueError(SLICED_AND_PACKED)
+    by_function, by_positions = model_mask.sequence_starts, _starts_by_positions(model_mask, position_ids)
+    starts = by_function if by_positions is None else by_positions if by_function is None else by_positions | by_function
+    if not compiling:
         found = None if starts is None or not starts[:, 1:].any() else _bounds_of(starts.expand(batch, -1))
         model_mask.found_sequences = position_ids, found
-    return model_mask.found_sequences[1]
+        return found
+    if starts is None:
+        return None
+    if packed and model_mask.key_starts is None and model_mask.q_length == model_mask.kv_length:
+        return _bounds_of(starts.expand(batch, -1))
+    assert_in_graph(~starts[:, 1:].any(), _PACKED_ERROR)
+    return None
 
 
 def _starts_by_positions(model_mask: ModelMask, position_ids: torch.Tensor | None) -> torch.Tensor | None:
@@ -88,22 +79,6 @@ def _starts_by_positions(model_mask: ModelMask, position_ids: torch.Tensor | Non
         before, later = last >= 0, exist[:, 1:]
         earlier = positions.expand(exist.shape[0], -1).gather(1, last.clamp(min=0))
     return pad((positions[:, 1:] <= earlier) & before & later, (1, 0), value=True)
-
-
-def _starts_by_function(arguments: dict[str, Any] | None) -> torch.Tensor | None:
-    """Returns whether a sequence starts with a token, (batch, q_length) bool, as the model's mask function separates it from the
-    token before; None if the function separates no sequences. arguments: Transformers' for the mask."""
-    if arguments is None or arguments.get("attention_mask") is not None or arguments["mask_function"].__name__ != "and_mask":
-        return None
-    q_length, size, batch = arguments["q_length"], arguments.get("local_size"), arguments["batch_size"]
-    # With chunks, the first token of one does not see the previous token either.
-    in_chunks = size is not None and size == getattr(arguments.get("config"), "attention_chunk_size", None)
-    if in_chunks or not q_length == arguments["kv_length"] > 1:
-        return None
-    device = arguments.get("device", "cpu")
-    token, entry = torch.arange(1, q_length, device=device), torch.arange(batch, device=device)[:, None]
-    sees_previous = arguments["mask_function"](entry, torch.zeros_like(entry), token, token - 1).expand(batch, -1)
-    return pad(~sees_previous, (1, 0), value=True)
 
 
 def _bounds_of(starts: torch.Tensor) -> torch.Tensor:
