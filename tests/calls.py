@@ -333,10 +333,10 @@ def attention_with_terms(sizes: Sizes, mask: sf.BlockMask | None = None) -> Call
     return Call(inputs, run, define, tuple(lens.values()), hidden=(queries, keys, keys) if lens else ())
 
 
-def one_rank():
+def one_rank(device: str = DEVICE):
     """A mesh of this process. Its group ends with the plan that is made of it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(DEVICE, (1,))
+    return init_device_mesh(device, (1,))
 
 
 def context_parallel(sizes: Sizes) -> Call:

@@ -25,7 +25,8 @@ import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.backends import aten_cpu
 from sparse_flash.kernels.common.layout import empty_out
-from sparse_flash.masks import table
+from sparse_flash.masks import document_blocks, table
+from sparse_flash.masks import tall as tall_rows
 from sparse_flash.masks.grid import BlockGrid
 
 BACKENDS = ("torch", "triton", "hopper", "reference")
@@ -78,6 +79,27 @@ def heavy_rows_split():
     with pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
             patch.setattr(table, name, limit)
+        yield
+
+
+@contextmanager
+def tiles(short: bool = False, tall: bool = False, by_document: bool = False, together: bool = False):
+    """Within it, kernels run as in short calls or as in long ones: the portable backward pass in one launch or in two, Hopper's
+    forward pass in tiles of 64 queries or of 128. tall, by_document, together: Hopper's tiles are of 192 queries, or start where
+    documents start, or are of all query heads that share a key head, wherever a mask may have such tiles."""
+    from sparse_flash.kernels.hopper import configs as hopper
+    from sparse_flash.kernels.hopper import division
+    from sparse_flash.kernels.portable import configs as portable
+
+    never, limit = 1 << 30, 1 << 30 if short else 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable, "ONE_LAUNCH_TOKENS", limit)
+        patch.setattr(hopper, "SHORT_TILES", dict.fromkeys(hopper.SHORT_TILES, limit))
+        patch.setattr(hopper, "TALL_TILE_TIME", 0 if tall else never)
+        patch.setattr(tall_rows, "_MOST_TIME", never)
+        patch.setattr(document_blocks, "_LEAST_GAIN", 0 if by_document else never)  # read at a mask's first use
+        if together:
+            patch.setattr(division, "has_short_columns", lambda *sizes: True)
         yield
 
 

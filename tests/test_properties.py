@@ -290,7 +290,7 @@ def test_gradients_are_finite_differences(entry, backend):
 
 @every_call
 def test_what_queries_that_keep_nothing_receive_reaches_no_gradient(entry, backend):
-    """Of lse. Of out too where operations of PyTorch compute it: kernels multiply it by weights of 0."""
+    """Neither by lse, nor by out where PyTorch's operations compute it: kernels multiply it by weights of 0."""
     if entry in (*NOT_DIFFERENTIATED, "context_parallel", "layer", "pytorch_call", "block_sparse_call", "selection_masses"):
         pytest.skip("it has no gradient, or no lse, or no such queries")
     of_documents = {"lens": (20, 0, 9)} if "varlen" in entry else {"block_size": 16, "terms": ("kv_lens of nothing", "bias")}
@@ -301,10 +301,11 @@ def test_what_queries_that_keep_nothing_receive_reaches_no_gradient(entry, backe
     empty, ones = lse.isneginf(), [torch.ones_like(out), torch.ones_like(lse)]
     wanted = torch.autograd.grad((out, lse), leaves, ones, retain_graph=True)
     ones[1] = ones[1].masked_fill(empty, float("nan"))
-    if backend not in ("triton", "hopper"):
+    if backend not in ("triton", "hopper") and (backend, DEVICE) != ("auto", "cuda"):
         ones[0] = ones[0].masked_fill(empty[..., None], float("nan"))
-    grads = torch.autograd.grad((out, lse), leaves, ones)
-    assert empty.any() and all(map(torch.equal, grads, wanted))
+    rounding = 0.0 if DEVICE == "cpu" else 1e-4  # a GPU adds in any order
+    assert empty.any()
+    torch.testing.assert_close(torch.autograd.grad((out, lse), leaves, ones), wanted, rtol=rounding, atol=rounding)
 
 
 @every_backend

@@ -42,7 +42,7 @@ def called_layer(x, cache=None, under=None, **options):
 
 def called_plan(mask, q_len, q, k, v, mesh=None, heads=None, **options):
     """The attention of a plan of one rank."""
-    mesh = one_rank() if mesh is None else mesh
+    mesh = one_rank("cpu") if mesh is None else mesh
     try:
         plan = sf.context_parallel(mask, q_len, mesh, heads=heads)
     finally:
