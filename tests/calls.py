@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
@@ -257,21 +258,17 @@ def every_term(sizes: Sizes) -> dict[str, dict]:
     def normal(*shape):
         return torch.randn(shape, generator=generator).to(DEVICE)
 
-    def of(*values):
-        return torch.tensor((values * batch)[:batch], dtype=torch.int64, device=DEVICE)
+    def shares(tokens, *shares):
+        return torch.tensor([round(share * tokens) for share in (shares * batch)[:batch]], dtype=torch.int64, device=DEVICE)
 
-    def queries(*starts):
-        return of(*starts).clamp(max=sizes.q_len)
-
-    def keys(*starts):
-        return of(*starts).clamp(max=sizes.kv_len)
-
+    queries, keys = partial(shares, sizes.q_len), partial(shares, sizes.kv_len)
+    ends = {"kv_lens": keys(0.2, 0.9), "q_lens": queries(0.8, 0.0)}
     return {
-        "kv_lens": {"kv_lens": of(41, 90)},
-        "kv_lens of nothing": {"kv_lens": of(0, 1000)},
-        "q_lens": {"q_lens": of(70, 33).int()},
-        "starts": {"kv_starts": keys(50, -3), "q_starts": queries(33, 64).int()},
-        "lengths": {"kv_starts": keys(10, 64), "kv_lens": of(20, 75), "q_starts": queries(9, 0), "q_lens": of(40, 0)},
+        "kv_lens": {"kv_lens": keys(0.46, 1.0)},
+        "kv_lens of nothing": {"kv_lens": keys(0.0, 9.0)},
+        "q_lens": {"q_lens": queries(1.0, 0.45).int()},
+        "starts": {"kv_starts": keys(0.55, -0.05), "q_starts": queries(0.45, 0.9).int()},
+        "lengths": {"kv_starts": keys(0.1, 0.55), "q_starts": queries(0.13, 0.0), **ends},
         "dropout": {"dropout_p": 0.25},
         "softcap": {"softcap": 5.0},
         "small softcap": {"softcap": 0.7},
@@ -282,6 +279,7 @@ def every_term(sizes: Sizes) -> dict[str, dict]:
         "bias": {"rel_bias": normal(heads, 41).requires_grad_()},
         "short bias": {"rel_bias": normal(heads, 3).requires_grad_()},
         "frozen bias": {"rel_bias": normal(heads, 41)},
+        "short frozen bias": {"rel_bias": normal(heads, 3)},
         "own": {
             "score_mod": OWN,
             "score_params": (0.1 * normal(batch, heads), torch.tensor([heads], dtype=torch.int32).to(DEVICE)),

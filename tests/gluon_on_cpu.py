@@ -25,13 +25,19 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from accepted import DEVICE
+from calls import Sizes, attention_with_terms
+from calls import assert_right as assert_call_right
 from numpy.lib.mixins import NDArrayOperatorsMixin
+from oracle import heavy_rows_split, rising
 from triton.experimental.gluon import language as gl
 from triton.language.core import base_value
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
+import sparse_flash as sf
 from sparse_flash.backends import Call, hopper
+from sparse_flash.backends import triton as portable_backend
 from sparse_flash.kernels.choosers import hopper_log_sums
 from sparse_flash.kernels.common.gluon import Constants
 from sparse_flash.kernels.common.tiles import Rows
@@ -791,6 +797,29 @@ def _supports(call: Call) -> str | None:
 
 
 SUPPORTS = hopper.supports
+
+
+def assert_right(
+    spec, q_len, kv_len=None, block_size=128, *, terms=(), seed=0, split=False, mask=None, rise=0.0, portable=False, **sizes
+):  # fmt: skip
+    """Compares out, lse and gradients of the Hopper kernels, on a GPU of the compiled ones, with the oracle. seed: of the order of
+    events. split: rows and columns are split. rise: see ``oracle.rising``. portable: another back end may run the backward
+    pass. sizes: of ``calls.Sizes``."""
+    given = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16, "backend": "hopper"} | sizes
+    given = {"v_head_dim": given["head_dim"], "q_len": q_len, "kv_len": kv_len or q_len, "spec": spec, "terms": terms} | given
+    sizes = Sizes(**given)
+    if spec is not None and mask is None:
+        with heavy_rows_split() if split else contextlib.nullcontext():
+            mask = sf.compile_mask(spec, sizes.q_len, sizes.kv_len, block_size, device=DEVICE)
+        assert mask.by_query.is_split == mask.by_key.is_split == split
+        mask = replace(mask, coarse=None)
+    call = attention_with_terms(sizes, mask)
+    if rise:
+        rising(*call.inputs[:2], None, rise)
+    with pytest.MonkeyPatch.context() as patch, gluon_on_cpu(seed) if DEVICE == "cpu" else contextlib.nullcontext():
+        if not portable:
+            patch.setattr(portable_backend, "backward", None)
+        assert_call_right(call, "hopper", keeps_order=True)
 
 
 @contextlib.contextmanager

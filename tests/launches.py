@@ -82,7 +82,7 @@ class Launch(NamedTuple):
 
     def compiled(self, target: GPUTarget = SM90):
         options, *code = self.code(make_backend(target))
-        source = GluonASTSource if self.of_hopper else ASTSource
+        source = GluonASTSource if self.kernel.is_gluon() else ASTSource
         return triton.compile(source(self.kernel, *code), target=target, options=options.__dict__)
 
 
