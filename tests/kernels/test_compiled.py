@@ -112,7 +112,7 @@ def test_products_run_on_tensor_cores_and_tiles_come_without_passing_through_reg
 
 def test_an_e4m3_cache_is_converted_two_numbers_at_a_time_and_copied_16_bytes_at_a_time(kernels):
     of_e4m3 = [k for k in kernels if k["kernel"] == "decode_of_e4m3"]
-    assert len(of_e4m3) == 8 and [k for k in of_e4m3 if k["stack"]] == []
+    assert len(of_e4m3) == 8 and [k for k in of_e4m3 if k["in_full_blocks"]] == []
     for k in of_e4m3:
         # Each number of a step's keys and values once in a loop, by some warp, and in two loops at most.
         least = 2 * k["keys"] * k["dim"] // (32 * k["warps"]) // 2
