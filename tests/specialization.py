@@ -32,7 +32,7 @@ from sparse_flash.kernels.packed import select
 from sparse_flash.kernels.selection import division
 
 LENGTHS = (1, 16, 33)
-HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
+HEADS = ((1, 1), (16, 1), (3, 3), (32, 16))
 BACKEND = make_backend(SM90)
 VARIANT = "lengths dropout alibi softcap"
 compile_mask = cache(sf.compile_mask)
