@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
@@ -16,14 +17,14 @@ import torch
 import torch.distributed as dist
 from accepted import DEVICE, fitted
 from hypothesis import currently_in_test_context, reject
-from oracle import compare, compared, dense_attention, existing, kept_pairs, tensor
+from oracle import SEED, Call, dense_attention, existing, kept_pairs, tensor
+from oracle import assert_right as assert_right
 from picked import drawn_picks, kept_by_picks
 from torch.distributed.device_mesh import init_device_mesh
 
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
-from sparse_flash.kernels.common.layout import empty_out
 from sparse_flash.masks.pattern import PerHead
 from sparse_flash.variant.definition import Pairs, kept_by_dropout
 from sparse_flash.variant.variant import build_variant
@@ -34,9 +35,7 @@ try:
 except ImportError:
     triton = None
 
-Results = tuple[torch.Tensor, ...]
 SPEC = "causal & (local(20) | sinks(3))"
-SEED = 5  # of what a call drops
 
 
 @dataclass(frozen=True)
@@ -68,60 +67,6 @@ class Sizes:
 
     def options(self) -> dict:
         return {"scale": self.scale, "backend": self.backend, "return_lse": True}
-
-
-@dataclass(frozen=True)
-class Call:
-    """inputs: the tensors that the call differentiates. others: those that it only reads, such as lengths. run: from both to
-    (out,) or (out, lse). define: the same from inputs in float64. differentiable: whether run gives gradients. hidden: bool for
-    each of inputs and others, broadcastable to it: the numbers that no result depends on, such as padding; None: there are none.
-    spoiled_queries: bool, of hidden queries whose incoming gradients are NaN too. out_alone: only out is differentiated."""
-
-    inputs: Results
-    run: Callable[..., Results]
-    define: Callable[..., Results]
-    others: Results = ()
-    differentiable: bool = True
-    hidden: tuple[torch.Tensor | None, ...] = ()
-    spoiled_queries: torch.Tensor | None = None
-    out_alone: bool = False
-
-    def __call__(self) -> Results:
-        return self.run(*self.inputs, *self.others)
-
-    def spoiled(self) -> Call:
-        """The call with NaN in its hidden numbers; -1 where these are integers."""
-        hidden = (*self.hidden, *[None] * (len(self.inputs) + len(self.others) - len(self.hidden)))
-        made = [t if which is None else spoil(t, which) for t, which in zip((*self.inputs, *self.others), hidden, strict=True)]
-        inputs, others = tuple(made[: len(self.inputs)]), tuple(made[len(self.inputs) :])
-        return replace(self, inputs=inputs, others=others, spoiled_queries=hidden[0])
-
-    def cotangents(self, results: Results) -> list[torch.Tensor]:
-        """Incoming gradients of results, the same at each call."""
-        waves = [torch.arange(t.numel(), device=t.device).mul(1.7).sin().view(t.shape).to(t.dtype) for t in results]
-        queries = self.spoiled_queries
-        return waves if queries is None else [spoil(w, queries if w.dim() == 4 else queries[..., 0]) for w in waves]
-
-    def outcome(self, run=None) -> list[torch.Tensor]:
-        """Results, and the gradients of all inputs where the call has gradients."""
-        leaves = [t.detach().requires_grad_(self.differentiable) for t in self.inputs]
-        torch.manual_seed(SEED)
-        results = (run or self.run)(*leaves, *self.others)
-        if not self.differentiable:
-            return list(results)
-        finite = [t.masked_fill(t.isneginf(), 0.0) for t in results[: 1 if self.out_alone else None]]
-        return [*(t.detach() for t in results), *torch.autograd.grad(finite, leaves, self.cotangents(finite))]
-
-    def defined(self, dtype: torch.dtype | None = torch.float64) -> list[torch.Tensor]:
-        """The outcome by definition; in another dtype, or None for that of the inputs, as PyTorch's operations compute it."""
-        inputs = tuple(t.to(dtype or t.dtype) for t in self.inputs)
-        return replace(self, inputs=inputs, others=(), hidden=()).outcome(self.define)
-
-
-def spoil(t: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """A copy in the same memory order, with NaN where it is hidden; -1 for integers."""
-    spoiled = (t.float() if t.element_size() == 1 else t).masked_fill(hidden, float("nan") if t.is_floating_point() else -1)
-    return t.new_empty_strided(t.shape, t.stride()).copy_(spoiled)
 
 
 def is_interpreted(backend: str) -> bool:
@@ -157,37 +102,6 @@ def sizes_for(backend: str, **given) -> Sizes:
     # Triton's interpreter takes a second where others take a millisecond.
     few = {"heads": 2, "kv_heads": 1, "q_len": 40, "kv_len": 40} if is_interpreted(backend) else {}
     return replace(Sizes(backend=backend), **{"v_head_dim": asked["head_dim"]} | few | given | asked)
-
-
-def assert_right(call: Call, backend: str, keeps_order: bool = False) -> None:
-    """Compares results and gradients with the definition by the rule of ``oracle``: at most twice the error of PyTorch's operations
-    in the same dtype on the same inputs, plus rounding. What is hidden is NaN. keeps_order: out lies in memory as q does."""
-    wanted, theirs, ours = call.defined(), call.defined(None), call.spoiled().outcome()
-    results, dtype = len(ours) - len(call.inputs) * call.differentiable, call.inputs[0].dtype
-    largest = max([1.0, *(_largest(t) for t in (*call.inputs, *wanted[:results]))])
-    exponent = _largest(wanted[1]) if results > 1 else 0.0
-    assert ours[0].dtype == dtype and all(t.dtype in (dtype, torch.float32) for t in ours[1:results])
-    if keeps_order:
-        stride = empty_out(call.inputs[0], ours[0].shape[3], "meta").stride()
-        assert all(a == b for a, b, size in zip(ours[0].stride(), stride, ours[0].shape, strict=True) if size > 1)
-    for number, (mine, of_pytorch, right) in enumerate(zip(ours, theirs, wanted, strict=True)):
-        assert mine.shape == right.shape
-        error, allowed = compare(mine, of_pytorch, right, exponent, largest**3 if number >= results else 0.0)
-        if number >= results and mine.dtype != dtype:
-            # A gradient of all queries of a head has the rounding of each of them.
-            allowed += torch.finfo(dtype).eps * float(wanted[0].abs().sum())
-        if number == 1 < results and backend in ("torch", "auto") and mine.device.type == "cpu" and dtype.itemsize == 2:
-            allowed += torch.finfo(dtype).eps / 8  # exponentials of PyTorch's kernel are rougher in 16 bits
-        assert error <= allowed, f"{number} of the outcome is off by {error:.3g}; {allowed:.3g} is allowed"
-    if results > 1 and ours[1].dim() == 3:
-        empty = wanted[1].isneginf()
-        assert not ours[0][empty].any()
-        assert not call.differentiable or not ours[2][empty].any(), "a query that keeps nothing has a gradient"
-    compared[backend] += 1
-
-
-def _largest(t: torch.Tensor) -> float:
-    return float(t.detach().nan_to_num(neginf=0.0).abs().max()) if t.numel() else 0.0
 
 
 def normal(sizes: Sizes) -> list[torch.Tensor]:
@@ -257,21 +171,17 @@ def every_term(sizes: Sizes) -> dict[str, dict]:
     def normal(*shape):
         return torch.randn(shape, generator=generator).to(DEVICE)
 
-    def of(*values):
-        return torch.tensor((values * batch)[:batch], dtype=torch.int64, device=DEVICE)
+    def shares(tokens, *shares):
+        return torch.tensor([round(share * tokens) for share in (shares * batch)[:batch]], dtype=torch.int64, device=DEVICE)
 
-    def queries(*starts):
-        return of(*starts).clamp(max=sizes.q_len)
-
-    def keys(*starts):
-        return of(*starts).clamp(max=sizes.kv_len)
-
+    queries, keys = partial(shares, sizes.q_len), partial(shares, sizes.kv_len)
+    ends = {"kv_lens": keys(0.2, 0.9), "q_lens": queries(0.8, 0.0)}
     return {
-        "kv_lens": {"kv_lens": of(41, 90)},
-        "kv_lens of nothing": {"kv_lens": of(0, 1000)},
-        "q_lens": {"q_lens": of(70, 33).int()},
-        "starts": {"kv_starts": keys(50, -3), "q_starts": queries(33, 64).int()},
-        "lengths": {"kv_starts": keys(10, 64), "kv_lens": of(20, 75), "q_starts": queries(9, 0), "q_lens": of(40, 0)},
+        "kv_lens": {"kv_lens": keys(0.46, 1.0)},
+        "kv_lens of nothing": {"kv_lens": keys(0.0, 9.0)},
+        "q_lens": {"q_lens": queries(1.0, 0.45).int()},
+        "starts": {"kv_starts": keys(0.55, -0.05), "q_starts": queries(0.45, 0.9).int()},
+        "lengths": {"kv_starts": keys(0.1, 0.55), "q_starts": queries(0.13, 0.0), **ends},
         "dropout": {"dropout_p": 0.25},
         "softcap": {"softcap": 5.0},
         "small softcap": {"softcap": 0.7},
@@ -282,6 +192,7 @@ def every_term(sizes: Sizes) -> dict[str, dict]:
         "bias": {"rel_bias": normal(heads, 41).requires_grad_()},
         "short bias": {"rel_bias": normal(heads, 3).requires_grad_()},
         "frozen bias": {"rel_bias": normal(heads, 41)},
+        "short frozen bias": {"rel_bias": normal(heads, 3)},
         "own": {
             "score_mod": OWN,
             "score_params": (0.1 * normal(batch, heads), torch.tensor([heads], dtype=torch.int32).to(DEVICE)),
@@ -308,35 +219,39 @@ def surviving(q, k, dropout_p: float, seed: int = SEED) -> torch.Tensor:
     return kept_by_dropout(build_variant(q, k, dropout_p=dropout_p), Pairs.all(q, k))
 
 
+def attention_call(inputs, mask, kept: torch.Tensor, given: dict, scale: float | None, **options) -> Call:
+    """Of q, k and v. kept: the mask by definition, broadcastable to the scores. given: terms; what of it requires a gradient is
+    learned. options: of ``attention``."""
+    q, k, v = inputs
+    learned = [name for name in ("rel_bias", "sinks") if name in given and given[name].requires_grad]
+    lens = {name: given[name] for name in LENGTHS if name in given}
+    fixed = {name: value for name, value in given.items() if name not in (*learned, *lens)}
+    survives = surviving(q, k, fixed["dropout_p"]) if "dropout_p" in fixed else None
+
+    def run(q, k, v, *rest):
+        of_rest = dict(zip((*learned, *lens), rest, strict=True))
+        return sf.attention(q, k, v, mask, scale=scale, return_lse=True, **options, **fixed, **of_rest)
+
+    def define(q, k, v, *rest):
+        return dense_attention(q, k, v, kept, scale, survives=survives, **fixed, **lens, **dict(zip(learned, rest, strict=True)))
+
+    queries = ~existing(q.shape[2], lens.get("q_starts"), lens.get("q_lens"))[:, None, :, None]
+    keys = ~existing(k.shape[2], lens.get("kv_starts"), lens.get("kv_lens"))[:, None, :, None]
+    of_terms = [given[name].detach() for name in learned]
+    return Call((q, k, v, *of_terms), run, define, tuple(lens.values()), hidden=(queries, keys, keys) if lens else ())
+
+
 def attention_with_terms(sizes: Sizes, mask: sf.BlockMask | None = None) -> Call:
     """Lengths, dropout, a soft cap, slopes, a function of scores, a bias and sinks; bias and sinks are learned. mask: the table, if
     it is not the usual one."""
-    given = terms_of(sizes)
-    learned = [name for name in ("rel_bias", "sinks") if name in given and given[name].requires_grad]
-    lengths = [name for name in LENGTHS if name in given]
-    fixed = {name: value for name, value in given.items() if name not in (*learned, *lengths)}
-    q, k, v = normal(sizes)
-    kept, lens = kept_by(sizes.spec, sizes.q_len, sizes.kv_len), {name: given[name] for name in lengths}
-    survives = surviving(q, k, fixed["dropout_p"]) if "dropout_p" in fixed else None
-    options = {"deterministic": sizes.deterministic, **sizes.options(), **fixed}
-
-    def run(q, k, v, *rest):
-        return sf.attention(q, k, v, mask or sizes.spec, **options, **dict(zip((*learned, *lengths), rest, strict=True)))
-
-    def define(q, k, v, *rest):
-        of_rest = dict(zip(learned, rest, strict=True))
-        return dense_attention(q, k, v, kept, sizes.scale, survives=survives, **fixed, **lens, **of_rest)
-
-    queries = ~existing(sizes.q_len, lens.get("q_starts"), lens.get("q_lens"))[:, None, :, None]
-    keys = ~existing(sizes.kv_len, lens.get("kv_starts"), lens.get("kv_lens"))[:, None, :, None]
-    inputs = q, k, v, *(given[name].detach() for name in learned)
-    return Call(inputs, run, define, tuple(lens.values()), hidden=(queries, keys, keys) if lens else ())
+    kept, options = kept_by(sizes.spec, sizes.q_len, sizes.kv_len), {"deterministic": sizes.deterministic, "backend": sizes.backend}
+    return attention_call(normal(sizes), mask or sizes.spec, kept, terms_of(sizes), sizes.scale, **options)
 
 
-def one_rank():
+def one_rank(device: str = DEVICE):
     """A mesh of this process. Its group ends with the plan that is made of it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(DEVICE, (1,))
+    return init_device_mesh(device, (1,))
 
 
 def context_parallel(sizes: Sizes) -> Call:

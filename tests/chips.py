@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import torch
 
+import sparse_flash as sf
+from sparse_flash.kernels.common.variant import kernel_variant
 from sparse_flash.kernels.portable import configs
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +34,7 @@ CHIPS = {
     "10.0": configs.Gpu((10, 0), 232448),
     "12.0": configs.Gpu((12, 0), 101376),
 }
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LOOP = ("portable/row_loop", "portable/lengths", "portable/scores", "portable/dropout")
 COMMON = (*LOOP, "common/tiles", "common/philox", "common/variant")
 SOURCES = {
@@ -104,15 +107,15 @@ def cases() -> list[Case]:
 
 def config_of(case: Case, chip: str) -> configs.Config:
     of = CHIPS[chip]
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
+    dtype = DTYPES[case.dtype]
     if case.kernel == "decode":
         return configs.decode_config(dtype, case.dim, case.block or None, 32, None, of)
     if case.kernel == "packed":
         return configs.Config(0, 0, 1, 0)
     name = "grad_kv" if case.kernel == "grad_qkv" else case.kernel  # both passes take its tiles
     config = configs.builtin_config(of, name, dtype, case.dim, case.block or None)
-    of_variant = "grad_q" if case.kernel == "grad_qkv" else case.kernel
-    return configs.adapt_to_variant(config, of_variant, of, *_variant(case), case.dim)
+    given, switches, _ = kernel_variant(_variant(case))
+    return configs.adapt_to_variant(config, "grad_q" if case.kernel == "grad_qkv" else case.kernel, of, given, switches, case.dim)
 
 
 def hash_of(kernel: str) -> str:
@@ -178,58 +181,44 @@ def write(rows: list[Row]) -> None:
 
 def compiled(case: Case, chip: str) -> Row:
     """Runs in a separate process, because kernels defined under TRITON_INTERPRET cannot be compiled."""
+    import launches
     import triton
-    from sm90 import KERNELS, backward, compiled, compiled_for_decoding, decode
+    from sm90 import resources
     from triton.backends.compiler import GPUTarget
 
     major, minor = CHIPS[chip].capability
-    target, config, addresses_tiles = GPUTarget("cuda", 10 * major + minor, 32), config_of(case, chip), major in (9, 10)
-    dim, block = case.dim, case.block
+    name = case.variant.removesuffix("_kernel") if case.kernel == "packed" else case.kernel
+    found = launches.launches_of(lambda: _call(case), chip=CHIPS[chip], by_pointers=major not in (9, 10))
+    launch = next(one for one in found if one.name == name)
+    result = launch.compiled(GPUTarget("cuda", 10 * major + minor, 32))
+    known, hashed, said = known_fields(case, chip), hash_of(case.kernel), resources(result.asm["cubin"])
+    kinds = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "fma.rn.f32")
+    products = next((kind for kind in kinds if kind in result.asm["ptx"]), "")
+    return Row(*known, *map(str, (result.metadata.shared, said["reg"], said["stack"])), products, triton.__version__, hashed)
+
+
+def _call(case: Case) -> None:
+    import launches
+
     if case.kernel == "packed":
-        result = _compiled_packed(target)
-    elif case.kernel == "decode":
-        details = decode.decode_kernel, config, dim, block > 0, 32, 16, case.page
-        result = compiled_for_decoding(*details, dtype=case.dtype, target=target)
+        launches.packed(512, 1000, 8)
+        return
+    mask = sf.compile_mask("causal", 1024, block_size=case.block) if case.block else None
+    shape = launches.Shape(dim=case.dim, dtype=DTYPES[case.dtype])
+    if case.kernel == "decode":
+        lens = torch.zeros(1, dtype=torch.int32)
+        launches.decoding(shape._replace(kv_heads=1, q_len=16), mask, case.page, kv_lens=lens, causal=mask is None, splits=2)
     else:
-        kernel = backward.grad_qkv_kernel if case.kernel == "grad_qkv" else KERNELS[case.kernel][0]
-        variant, switches = _variant(case)
-        step = config.tile_m if case.kernel == "grad_kv" else config.tile_n
-        details = {"dtype": case.dtype, "target": target, "descriptors": addresses_tiles and case.dtype != "fp32"}
-        result = compiled(kernel, config, dim, block > 0, block or step, variant, switches, **details)
-    hashed = hash_of(case.kernel)
-    return Row(*known_fields(case, chip), str(result.metadata.shared), *_resources(result), triton.__version__, hashed)
+        passes = {"forward": "forward", "grad_qkv": "one"}.get(case.kernel, "two")
+        launches.portable_attention(shape, mask, _variant(case), False, (passes,))
 
 
 def _variant(case: Case):
-    from sm90 import DROPOUT, EVERY_SWITCH, EVERY_TERM, by_pair, derivative_of_by_pair
+    """Of the scores, the gradient of a learned bias too where a kernel adds to it."""
+    from launches import variant_of
 
-    from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_VARIANT, KernelVariant
-
-    if case.variant == "dropout":
-        return DROPOUT, NO_SWITCHES
-    if case.variant == "lengths":
-        return KernelVariant(None, None, *["*i32"] * 4), NO_SWITCHES
-    if case.variant == "scores":
-        every = EVERY_TERM if case.kernel == "grad_q" else EVERY_TERM._replace(rel_bias_gradient=None)
-        return every, {**EVERY_SWITCH, "SCORE": by_pair, "DERIVATIVE": derivative_of_by_pair}
-    return NO_VARIANT, NO_SWITCHES
-
-
-def _compiled_packed(target):
-    from sm90_launches import compiled, packed
-
-    made: list[tuple] = []
-    packed(lambda kernel, grid, *launched: made.append((kernel, *launched[:3])))
-    return compiled(*next(one for one in made if one[0].fn.__name__ == "fill_rows_kernel"), target)
-
-
-def _resources(result) -> tuple[str, str, str]:
-    """(registers per thread, bytes of stack per thread, instructions of the products)."""
-    from sm90 import resources
-
-    said = resources(result.asm["cubin"])
-    kinds = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "fma.rn.f32")
-    return str(said["reg"]), str(said["stack"]), next((kind for kind in kinds if kind in result.asm["ptx"]), "")
+    bias = "bias" if case.kernel == "grad_q" else "frozen_bias"
+    return variant_of(f"lengths dropout alibi softcap own {bias}" if case.variant == "scores" else case.variant)
 
 
 def main() -> int:

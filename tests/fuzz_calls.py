@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from unittest.mock import patch
 
 import numpy as np
 import oracle
 import torch
-from calls import OWN
+from calls import OWN, attention_call
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.masks import document_blocks, tall
 from sparse_flash.masks.grid import BLOCK_SIZES, BlockGrid
-from sparse_flash.variant.definition import find_existing_tokens
-from sparse_flash.variant.variant import LENGTHS, Variant, build_variant
+from sparse_flash.variant.variant import build_variant
 
 CALLS_PER_MASK = 8
 LONGEST = 700  # tokens
@@ -162,7 +159,6 @@ def _lengths_of(call: DrawnCall, rng: random.Random, side: str, past: int = 9) -
     return torch.tensor([rng.choice(ends) if rng.random() < 0.3 else rng.randint(0, tokens) for _ in range(call.batch)])
 
 
-LEARNED = ("rel_bias", "sinks")
 # Arguments of ``attention`` by a name for them.
 TERMS: dict[str, Callable[[DrawnCall, random.Random], dict]] = {
     "dropout": lambda call, rng: {"dropout_p": rng.choice((0.1, 0.5))},
@@ -198,74 +194,28 @@ def _given(call: DrawnCall) -> dict:
 
 def failure(call: DrawnCall) -> str | None:
     """Runs a call forward and backward. Returns what is wrong with its results, or None. Other exceptions pass through."""
-    drawn = call.drawn
     generator = torch.Generator(oracle.DEVICE).manual_seed(call.seed)
     with torch.device(oracle.DEVICE):  # so a GPU's own generator draws the numbers
-        q, k, v, dout = (
+        *inputs, dout = (
             oracle.tensor(size, layout, dtype=call.dtype, generator=generator)
             for size, layout in zip(_shapes(call), call.layouts, strict=True)
         )
-        dlse = torch.randn(q.shape[:3], generator=generator) if call.lse_gradient else None
-    oracle.shifted(q, k, call.scale, call.score_shift)
+    oracle.shifted(*inputs[:2], call.scale, call.score_shift)
+    given, options = _moved(_given(call), oracle.DEVICE), {"deterministic": call.deterministic, "backend": call.backend}
+    made = attention_call(inputs, call.drawn.mask, call.drawn.kept, given, call.scale, **options)
     try:
         with _launches(call):
-            errors = (
-                _errors_with_terms(call, (q, k, v), dout, dlse)
-                if call.terms
-                else oracle.measure(
-                    call.backend, (q, k, v), dout, dlse, drawn.mask, drawn.kept, call.scale, deterministic=call.deterministic
-                )
-            )
+            errors = oracle.errors_of(replace(made, out_alone=not call.lse_gradient, dout=dout), call.backend, keeps_order=True)
     except AssertionError as error:
         return str(error)
     # Shifted scores: the rounding of a row's weights moves its whole gradient one way, so a few rows decide the largest error.
     # PyTorch's error then says less about ours (of some 100 such calls two were at 1.1 and 1.2 times what would be allowed), and
     # with few rows little.
-    few = min(dout.shape[:3].numel(), k.shape[:3].numel()) < 64
+    few = min(dout.shape[:3].numel(), inputs[1].shape[:3].numel()) < 64
     slack = (4 if few else 1.5) if call.score_shift else 1
-    wrong = {name: both for name, both in errors.items() if not both[0] <= both[1] * slack}
+    names = *oracle.NAMES, *(f"d{name}" for name in ("rel_bias", "sinks") if name in given and given[name].requires_grad)
+    wrong = {name: both for name, both in zip(names, errors, strict=True) if not both[0] <= both[1] * slack}
     return "; ".join(f"{name} is off by {error:.3g}, {allowed:.3g} is allowed" for name, (error, allowed) in wrong.items()) or None
-
-
-def _errors_with_terms(call: DrawnCall, inputs, dout, dlse) -> dict[str, tuple[float, float]]:
-    """Does as ``oracle.measure``, beside this package's definition and its PyTorch operations. Tokens that do not exist are NaN."""
-    given = _moved(_given(call), oracle.DEVICE)
-    exact = {name: value.double() if name in ("alibi_slopes", "rel_bias", "sinks") else value for name, value in given.items()}
-
-    def results(backend, tensors, dout, dlse, given):
-        def attend(*tensors):
-            torch.manual_seed(call.seed)  # of dropout
-            options = {"scale": call.scale, "return_lse": True, "backend": backend, "deterministic": call.deterministic}
-            return sf.attention(*tensors, call.drawn.mask, **options, **given)
-
-        learned = [given[name] for name in LEARNED if name in given and given[name].requires_grad]
-        return oracle.gradients(attend, tensors, dout, dlse, learned)
-
-    def spoiled(tensor, side):
-        variant = Variant(**{name: given[name] for name in LENGTHS if name in given})
-        spoil = torch.full_like(tensor, float("nan"))
-        starts, lens = getattr(variant, f"{side}_starts"), getattr(variant, f"{side}_lens")
-        batch, token = torch.arange(call.batch, device=tensor.device)[:, None], torch.arange(tensor.shape[2], device=tensor.device)
-        exist = find_existing_tokens(starts, lens, batch, token[None])
-        return tensor if exist is None else tensor.copy_(torch.where(exist[:, None, :, None], tensor, spoil))
-
-    peer = "torch" if call.backend != "torch" else "reference"
-    wanted = results("reference", [t.double() for t in inputs], dout.double(), dlse, exact)
-    theirs = results(peer, inputs, dout, dlse, given)
-    of_heads = (dout.double() * wanted[0]).abs().sum((0, 2, 3))
-    for tensor, side in (*zip(inputs, ("q", "kv", "kv"), strict=True), (dout, "q")):
-        spoiled(tensor, side)
-    ours = results(call.backend, inputs, dout, dlse, given)
-    exponent = float(wanted[1].masked_fill(wanted[1].isneginf(), 0.0).abs().max())
-    terms = float(max(t.nan_to_num().abs().max() for t in (*inputs, dout))) ** 3
-    names = *oracle.NAMES, *(f"d{name}" for name in LEARNED if name in given and given[name].requires_grad)
-    errors = {
-        name: oracle.compare(*both, exponent, 0.0 if name in ("out", "lse", "dv") else terms)
-        for name, *both in zip(names, ours, theirs, wanted, strict=True)
-    }
-    # Delta, a sum of dout * out, is of out as rounded; a gradient of all of a head's queries has the error of each of them.
-    rounding = torch.finfo(call.dtype).eps * of_heads.max().item()
-    return {name: (error, allowed + rounding * (name not in oracle.NAMES)) for name, (error, allowed) in errors.items()}
 
 
 def _moved(value, device):
@@ -277,25 +227,12 @@ def _moved(value, device):
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-@contextmanager
 def _launches(call: DrawnCall):
     """Sets whether kernels run as in short calls, and whether Hopper's take tiles of 192 queries or blocks by document."""
     if call.backend not in ("triton", "hopper"):
-        yield
-        return
-    from sparse_flash.kernels.hopper import configs as hopper
-    from sparse_flash.kernels.portable import configs as portable
-
-    limit = 1 << 30 if call.short else 0
-    with (
-        patch.object(portable, "ONE_LAUNCH_TOKENS", limit),
-        patch.object(hopper, "SHORT_TILES", dict.fromkeys(hopper.SHORT_TILES, limit)),
-        patch.object(hopper, "TALL_TILE_TIME", 0 if call.seed % 4 == 1 else 1 << 30),
-        patch.object(tall, "_MOST_TIME", 1 << 30),
-        # The first call with a mask decides.
-        patch.object(document_blocks, "_LEAST_GAIN", call.seed // CALLS_PER_MASK % 3 and 1 << 30),
-    ):
-        yield
+        return nullcontext()
+    # The first call with a mask decides about blocks by document.
+    return oracle.tiles(call.short, tall=call.seed % 4 == 1, by_document=call.seed // CALLS_PER_MASK % 3 == 0)
 
 
 def _first(make: Callable, backend: str):

@@ -25,13 +25,19 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from accepted import DEVICE
+from calls import Sizes, attention_with_terms
+from calls import assert_right as assert_call_right
 from numpy.lib.mixins import NDArrayOperatorsMixin
+from oracle import heavy_rows_split, rising
 from triton.experimental.gluon import language as gl
 from triton.language.core import base_value
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
+import sparse_flash as sf
 from sparse_flash.backends import Call, hopper
+from sparse_flash.backends import triton as portable_backend
 from sparse_flash.kernels.choosers import hopper_log_sums
 from sparse_flash.kernels.common.gluon import Constants
 from sparse_flash.kernels.common.tiles import Rows
@@ -501,8 +507,7 @@ def store(pointer, value, mask=None, cache_modifier=None):
 
 def _atomic(change):
     def atomic(pointer, value, mask=None, sem=None):
-        if isinstance(here(), Partition):
-            here().pause()
+        here().pause()
         places = np.asarray(pointer.place)
         kept = np.broadcast_to(True if mask is None else plain(mask), places.shape)
         before = pointer.memory[np.where(kept, places, 0)]
@@ -661,8 +666,8 @@ LANGUAGE = Language(
     store=store,
     atomic_add=_atomic(np.add),
     atomic_max=_atomic(np.maximum),
-    program_id=lambda axis: Tensor(np.int32(_program()[0][axis])),
-    num_programs=lambda axis=0: Tensor(np.int32(_program()[1][axis])),
+    program_id=lambda axis: Tensor(np.int32(here().program[axis])),
+    num_programs=lambda axis=0: Tensor(np.int32(here().world.grid[axis])),
     num_warps=lambda: here().warps,
     static_range=range,
     static_assert=lambda condition: None,
@@ -670,13 +675,6 @@ LANGUAGE = Language(
     allocate_shared_memory=allocate_shared_memory,
     warp_specialize=warp_specialize,
 )
-_sequential: list = []  # (program, grid) of a kernel without partitions
-
-
-def _program():
-    return _sequential[-1] if _sequential else (here().program, here().world.grid)
-
-
 REPLACED = {
     "gl": LANGUAGE,
     "tl": LANGUAGE,
@@ -737,11 +735,8 @@ def _record(kind: type) -> type:
     return type(kind.__name__, (), {"__init__": __init__, **methods})
 
 
-PARTITIONED = forward.attention_forward_kernel, backward.attention_backward_kernel
-
-
-def run_partitioned(kernel, grid, arguments, constants, options) -> None:
-    """In place of ``launch``, for a kernel of several partitions."""
+def run(kernel, grid, arguments, constants, options) -> None:
+    """In place of ``launch``."""
     world = World(_seed, grid)
     given = (*map(_argument, arguments), *map(ordinary, constants.values()))
     for program in np.ndindex(*grid):
@@ -757,15 +752,7 @@ def _launch(recording, kernel, prepared, specialized=()):
     """In place of ``Recording.launch``. Triton interprets kernels of other back ends."""
     if ".kernels.hopper." not in kernel.fn.__module__:
         return _by_triton(recording, kernel, prepared, specialized)
-    grid, arguments, constants, options = prepared
-    if kernel in PARTITIONED:
-        run_partitioned(kernel, grid, arguments, constants, options)
-        return
-    run, given = ordinary(kernel), [*map(_argument, arguments), *map(ordinary, constants.values())]
-    for program in np.ndindex(*grid):
-        _sequential.append((program, grid))
-        run(*given)
-        _sequential.pop()
+    run(kernel, *prepared)
 
 
 def _argument(value):
@@ -793,6 +780,29 @@ def _supports(call: Call) -> str | None:
 SUPPORTS = hopper.supports
 
 
+def assert_right(
+    spec, q_len, kv_len=None, block_size=128, *, terms=(), seed=0, split=False, mask=None, rise=0.0, portable=False, **sizes
+):  # fmt: skip
+    """Compares out, lse and gradients of the Hopper kernels, on a GPU of the compiled ones, with the oracle. seed: of the order of
+    events. split: rows and columns are split. rise: see ``oracle.rising``. portable: another back end may run the backward
+    pass. sizes: of ``calls.Sizes``."""
+    given = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16, "backend": "hopper"} | sizes
+    given = {"v_head_dim": given["head_dim"], "q_len": q_len, "kv_len": kv_len or q_len, "spec": spec, "terms": terms} | given
+    sizes = Sizes(**given)
+    if spec is not None and mask is None:
+        with heavy_rows_split() if split else contextlib.nullcontext():
+            mask = sf.compile_mask(spec, sizes.q_len, sizes.kv_len, block_size, device=DEVICE)
+        assert mask.by_query.is_split == mask.by_key.is_split == split
+        mask = replace(mask, coarse=None)
+    call = attention_with_terms(sizes, mask)
+    if rise:
+        rising(*call.inputs[:2], None, rise)
+    with pytest.MonkeyPatch.context() as patch, gluon_on_cpu(seed) if DEVICE == "cpu" else contextlib.nullcontext():
+        if not portable:
+            patch.setattr(portable_backend, "backward", None)
+        assert_call_right(call, "hopper", keeps_order=True)
+
+
 @contextlib.contextmanager
 def gluon_on_cpu(seed: int = 0):
     """Within it, backend="hopper" runs float16 on the CPU. seed: of the order of events."""
@@ -803,11 +813,10 @@ def gluon_on_cpu(seed: int = 0):
         for module in (forward, backward):
             patch.setattr(module, "tile_queue", lambda device: torch.zeros(2, dtype=torch.int32))
         for module in (selection_forward, selection_backward, hopper_log_sums):
-            patch.setattr(module, "launch", run_partitioned)
+            patch.setattr(module, "launch", run)
         patch.setattr(hopper, "why_unavailable", lambda: None)
         patch.setattr(hopper, "_is_hopper", lambda device: True)
-        patch.setattr(
-            hopper, "_score_mod_refusal", lambda score_mod, dtypes: None
-        )  # kernels cannot be compiled beside the interpreter
+        # Kernels cannot be compiled next to the interpreter.
+        patch.setattr(hopper, "_score_mod_refusal", lambda score_mod, dtypes: None)
         patch.setattr(hopper, "supports", _supports)
         yield

@@ -10,8 +10,9 @@ Both get the same inputs, normal numbers, and are compared with dense attention 
 import argparse
 
 import torch
+import torch.nn.functional as F
 from accepted import refusal
-from oracle import DEVICE, NAMES, dense_attention, gradients, kept_pairs, pytorch_attention
+from oracle import DEVICE, NAMES, dense_attention, gradients, kept_pairs
 
 import sparse_flash as sf
 
@@ -32,6 +33,23 @@ def errors(spec: str, dtype: torch.dtype, backend: str = "auto") -> dict[str, tu
     ours = gradients(lambda *t: sf.attention(*t, pattern, return_lse=True, backend=backend), (q, k, v), dout, None)
     theirs = gradients(lambda *t: pytorch_attention(*t, kept, scale), (q, k, v), dout, None)
     return {name: tuple(_error(name, got, wanted) for got in pair) for name, *pair, wanted in zip(NAMES, ours, theirs, right)}
+
+
+def pytorch_attention(q, k, v, kept, scale):
+    """(out, lse) of PyTorch: scaled_dot_product_attention under the dense mask; lse, which it does not return, in float32
+    (float64 for float64) from the same inputs."""
+    group = q.shape[1] // k.shape[1]
+    # On a GPU it refuses some memory orders, and contiguous() would keep odd strides of dimensions of size 1.
+    q = q.clone(memory_format=torch.contiguous_format)
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    some = kept.any(-1)
+    allowed = (kept | ~some[..., None]).expand(q.shape[0], q.shape[1], -1, -1)
+    # Its GPU kernels need head dims divisible by 8. For others it computes in float32, which no 16-bit kernel can match.
+    padded = [F.pad(t, (0, -t.shape[3] % 8)) if t.is_cuda else t for t in (q, k, v)]
+    out = F.scaled_dot_product_attention(*padded, attn_mask=allowed, scale=scale)[..., : v.shape[3]]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = (scale * (q.to(exact) @ k.to(exact).mT)).masked_fill(~allowed, float("-inf"))
+    return torch.where(some[..., None], out, 0.0), torch.where(some, scores.logsumexp(-1), float("-inf"))
 
 
 def _error(name: str, got: torch.Tensor, wanted: torch.Tensor) -> float:

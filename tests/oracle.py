@@ -12,25 +12,26 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accepted import DEVICE, USUAL, fitted
 from hypothesis import currently_in_test_context, reject
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.backends import aten_cpu
 from sparse_flash.kernels.common.layout import empty_out
-from sparse_flash.masks import table
+from sparse_flash.masks import document_blocks, table
+from sparse_flash.masks import tall as tall_rows
 from sparse_flash.masks.grid import BlockGrid
 
 BACKENDS = ("torch", "triton", "hopper", "reference")
 LAYOUTS = ("heads first", "tokens first", "sliced", "head_dim first")
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+Results = tuple[torch.Tensor, ...]
+SEED = 5  # of what a call drops
 
 # Number of each back end's results that were compared with the oracle. A run of all tests requires a minimum: conftest.py.
 compared: Counter[str] = Counter()
@@ -78,6 +79,27 @@ def heavy_rows_split():
     with pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
             patch.setattr(table, name, limit)
+        yield
+
+
+@contextmanager
+def tiles(short: bool = False, tall: bool = False, by_document: bool = False, together: bool = False):
+    """Within it, kernels run as in short calls or as in long ones: the portable backward pass in one launch or in two, Hopper's
+    forward pass in tiles of 64 queries or of 128. tall, by_document, together: Hopper's tiles are of 192 queries, or start where
+    documents start, or are of all query heads that share a key head, wherever a mask may have such tiles."""
+    from sparse_flash.kernels.hopper import configs as hopper
+    from sparse_flash.kernels.hopper import division
+    from sparse_flash.kernels.portable import configs as portable
+
+    never, limit = 1 << 30, 1 << 30 if short else 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable, "ONE_LAUNCH_TOKENS", limit)
+        patch.setattr(hopper, "SHORT_TILES", dict.fromkeys(hopper.SHORT_TILES, limit))
+        patch.setattr(hopper, "TALL_TILE_TIME", 0 if tall else never)
+        patch.setattr(tall_rows, "_MOST_TIME", never)
+        patch.setattr(document_blocks, "_LEAST_GAIN", 0 if by_document else never)  # read at a mask's first use
+        if together:
+            patch.setattr(division, "has_short_columns", lambda *sizes: True)
         yield
 
 
@@ -175,31 +197,6 @@ def dense_attention(
     return weights.to(v.dtype) @ v, lse
 
 
-def pytorch_attention(q, k, v, kept, scale):
-    """(out, lse) of PyTorch: scaled_dot_product_attention under the dense mask; lse, which it does not return, in float32
-    (float64 for float64) from the same inputs."""
-    group = q.shape[1] // k.shape[1]
-    # On a GPU it refuses some memory orders, and contiguous() would keep odd strides of dimensions of size 1.
-    q = q.clone(memory_format=torch.contiguous_format)
-    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    some = kept.any(-1)
-    allowed = (kept | ~some[..., None]).expand(q.shape[0], q.shape[1], -1, -1)
-    # Its GPU kernels need head dims divisible by 8. For others it computes in float32, which no 16-bit kernel can match.
-    padded = [F.pad(t, (0, -t.shape[3] % 8)) if t.is_cuda else t for t in (q, k, v)]
-    out = F.scaled_dot_product_attention(*padded, attn_mask=allowed, scale=scale)[..., : v.shape[3]]
-    exact = torch.promote_types(q.dtype, torch.float32)
-    scores = (scale * (q.to(exact) @ k.to(exact).mT)).masked_fill(~allowed, float("-inf"))
-    return torch.where(some[..., None], out, 0.0), torch.where(some, scores.logsumexp(-1), float("-inf"))
-
-
-def pytorch_lse(q, k, kept, scale):
-    """The lse of PyTorch's CPU kernel, whose 16-bit exponentials are rougher than float32's."""
-    some = kept.any(-1, keepdim=True)
-    bias = torch.zeros(kept.shape, dtype=q.dtype).masked_fill(~kept & some, float("-inf")).expand(*q.shape[:2], -1, -1)
-    _, lse = aten_cpu.forward(q, k, k, scale, bias=bias)
-    return torch.where(some[..., 0], lse, float("-inf"))
-
-
 def gradients(attend, inputs, dout, dlse, learned=()):
     """[out, lse, dq, dk, dv] of a function of q, k and v, and the gradients of what else it learned; dlse None: lse is not
     differentiated."""
@@ -252,15 +249,13 @@ def check(
     score_shift: float = 0.0,
     score_rise: float = 0.0,
     **options,
-) -> dict[str, tuple[float, float]]:
+) -> None:
     """Asserts that a back end is right, by the rule above.
 
     pattern: a Pattern, its spec text, a BlockMask, or None for dense attention. layout: one of ``LAYOUTS``, of q, k, v and the
     incoming gradient. block_size, dtype, head_dim: by default those of ``usual`` and of ``accepted.USUAL``, or others if the back
     end does not accept these. v_head_dim: head_dim by default. lse_gradient: differentiate through lse too. score_shift,
     score_rise: see ``shifted`` and ``rising``. options: passed to ``sf.attention``.
-
-    Returns for each of ``NAMES`` (the back end's error, the error allowed), largest absolute differences.
     """
     kv_len, kv_heads = q_len if kv_len is None else kv_len, heads if kv_heads is None else kv_heads
     mask = pattern if isinstance(pattern, sf.BlockMask) else None
@@ -279,56 +274,113 @@ def check(
     queries, keys, of_values = (batch, heads, q_len), (batch, kv_heads, kv_len), v_head_dim or head_dim
     shapes = (*queries, head_dim), (*keys, head_dim), (*keys, of_values), (*queries, of_values)
     q, k, v, dout = (tensor(s, layout, dtype=dtype, device=device, generator=generator) for s in shapes)
-    dlse = torch.randn(batch, heads, q_len, generator=generator).to(device) if lse_gradient else None
     require(backend, make_call(q, k, mask, v=v), lambda: sf.attention(q, k, v, mask, backend=backend))
     shifted(q, k, scale, score_shift)
     if score_rise:
         rising(q, k, scale, score_rise)
-
     kept = kept_pairs(pattern, mask, q_len, kv_len).to(device)
-    errors = measure(backend, (q, k, v), dout, dlse, mask, kept, scale, **options)
-    for name, (error, allowed) in errors.items():
-        assert error <= allowed, f"{name} of {backend} is off by {error:.3g}; {allowed:.3g} is allowed"
-    return errors
+
+    def run(*tensors):
+        return sf.attention(*tensors, mask, scale=scale, return_lse=True, backend=backend, **options)
+
+    call = Call((q, k, v), run, lambda *t: dense_attention(*t, kept, scale), out_alone=not lse_gradient, dout=dout)
+    assert_right(call, backend, keeps_order=True)
 
 
-def measure(
-    backend: str, inputs, dout, dlse, mask, kept, scale: float | None, attend=sf.attention, **options
-) -> dict[str, tuple[float, float]]:
-    """For each of ``NAMES`` (the back end's error, the error allowed) on q, k and v of ``inputs``. Asserts dtypes, shapes,
-    memory order and that nothing is NaN.
+@dataclass(frozen=True)
+class Call:
+    """inputs: the tensors that the call differentiates. others: those that it only reads, such as lengths. run: from both to
+    (out,) or (out, lse). define: the same from inputs in float64. differentiable: whether run gives gradients. hidden: bool for
+    each of inputs and others, broadcastable to it: the numbers that no result depends on, such as padding; None: there are none.
+    spoiled_queries: bool, of hidden queries whose incoming gradients are NaN too. out_alone: only out is differentiated. dout: the
+    incoming gradient of out, in its memory order; waves by default."""
 
-    dout, dlse: the incoming gradients; dlse None: lse is not differentiated. mask: what the back end gets. kept: the mask by
-    definition, bool, broadcastable to (batch, heads, q_len, kv_len). attend: called like ``sf.attention``. options: passed to it.
-    """
-    q, k = inputs[:2]
-    factor = q.shape[3] ** -0.5 if scale is None else scale
-    exact = [t.double() for t in inputs]
-    wanted = gradients(lambda *t: dense_attention(*t, kept, factor), exact, dout.double(), dlse)
-    theirs = gradients(lambda *t: pytorch_attention(*t, kept, factor), inputs, dout, dlse)
-    if any(t.isnan().any() for t in theirs):  # cuDNN, for one query whose scores are far below 0
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            theirs = gradients(lambda *t: pytorch_attention(*t, kept, factor), inputs, dout, dlse)
-    if backend == "torch" and q.device.type == "cpu" and q.element_size() == 2:
-        theirs[1] = pytorch_lse(q, k, kept, factor)
-    ours = gradients(lambda *t: attend(*t, mask, scale=scale, return_lse=True, backend=backend, **options), inputs, dout, dlse)
+    inputs: Results
+    run: Callable[..., Results]
+    define: Callable[..., Results]
+    others: Results = ()
+    differentiable: bool = True
+    hidden: tuple[torch.Tensor | None, ...] = ()
+    spoiled_queries: torch.Tensor | None = None
+    out_alone: bool = False
+    dout: torch.Tensor | None = None
 
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    assert [t.dtype for t in ours] == [q.dtype, lse_dtype, q.dtype, q.dtype, q.dtype]
-    assert [t.shape for t in ours] == [t.shape for t in wanted]
-    assert ours[0].stride() == empty_out(q, ours[0].shape[3], "meta").stride(), "out does not keep q's memory order"
-    # dQ and dK are sums of differences of such terms, which cancel if few keys are kept.
-    values = exact[2].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    terms = factor * float((dout.double() @ values.mT).abs().max() * max(t.abs().max() for t in exact[:2]))
-    # Each probability of the backward pass is the exponential of a score minus lse, which rounds to this many steps; PyTorch on a
-    # CPU keeps those of the forward pass instead.
-    exponent = float(wanted[1].masked_fill(wanted[1].isneginf(), 0.0).abs().max())
-    errors = {
-        name: compare(*results, exponent, terms if name in ("dq", "dk") else 0.0)
-        for name, *results in zip(NAMES, ours, theirs, wanted, strict=True)
-    }
+    def __call__(self) -> Results:
+        return self.run(*self.inputs, *self.others)
+
+    def spoiled(self) -> Call:
+        """The call with NaN in its hidden numbers; -1 where these are integers."""
+        hidden = (*self.hidden, *[None] * (len(self.inputs) + len(self.others) - len(self.hidden)))
+        made = [t if which is None else spoil(t, which) for t, which in zip((*self.inputs, *self.others), hidden, strict=True)]
+        inputs, others = tuple(made[: len(self.inputs)]), tuple(made[len(self.inputs) :])
+        return replace(self, inputs=inputs, others=others, spoiled_queries=hidden[0])
+
+    def cotangents(self, results: Results) -> list[torch.Tensor]:
+        """Incoming gradients of results, the same at each call."""
+        waves = [torch.arange(t.numel(), device=t.device).mul(1.7).sin().view(t.shape).to(t.dtype) for t in results]
+        waves[0] = waves[0] if self.dout is None else self.dout.to(waves[0].dtype)
+        queries = self.spoiled_queries
+        return waves if queries is None else [spoil(w, queries if w.dim() == 4 else queries[..., 0]) for w in waves]
+
+    def outcome(self, run=None) -> list[torch.Tensor]:
+        """Results, and the gradients of all inputs where the call has gradients."""
+        leaves = [t.detach().requires_grad_(self.differentiable) for t in self.inputs]
+        torch.manual_seed(SEED)
+        results = (run or self.run)(*leaves, *self.others)
+        if not self.differentiable:
+            return list(results)
+        finite = [t.masked_fill(t.isneginf(), 0.0) for t in results[: 1 if self.out_alone else None]]
+        return [*(t.detach() for t in results), *torch.autograd.grad(finite, leaves, self.cotangents(finite))]
+
+    def defined(self, dtype: torch.dtype | None = torch.float64) -> list[torch.Tensor]:
+        """The outcome by definition; in another dtype, or None for that of the inputs, as PyTorch's operations compute it."""
+        inputs = tuple(t.to(dtype or t.dtype) for t in self.inputs)
+        return replace(self, inputs=inputs, others=(), hidden=()).outcome(self.define)
+
+
+def spoil(t: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """A copy in the same memory order, with NaN where it is hidden; -1 for integers."""
+    spoiled = (t.float() if t.element_size() == 1 else t).masked_fill(hidden, float("nan") if t.is_floating_point() else -1)
+    return t.new_empty_strided(t.shape, t.stride()).copy_(spoiled)
+
+
+def errors_of(call: Call, backend: str, keeps_order: bool = False) -> list[tuple[float, float]]:
+    """(error, error allowed), largest absolute differences, of results and gradients compared with the definition: at most twice
+    the error of PyTorch's operations in the same dtype on the same inputs, plus rounding. Asserts dtypes, shapes, and that nothing
+    is NaN. What is hidden is NaN. keeps_order: out lies in memory as q does."""
+    wanted, theirs, ours = call.defined(), call.defined(None), call.spoiled().outcome()
+    results, dtype = len(ours) - len(call.inputs) * call.differentiable, call.inputs[0].dtype
+    largest = max([1.0, *(_largest(t) for t in (*call.inputs, *wanted[:results]))])
+    exponent, errors = _largest(wanted[1]) if results > 1 else 0.0, []
+    assert ours[0].dtype == dtype and all(t.dtype in (dtype, torch.float32) for t in ours[1:results])
+    if keeps_order:
+        stride = empty_out(call.inputs[0], ours[0].shape[3], "meta").stride()
+        assert all(a == b for a, b, size in zip(ours[0].stride(), stride, ours[0].shape, strict=True) if size > 1)
+    for number, (mine, of_pytorch, right) in enumerate(zip(ours, theirs, wanted, strict=True)):
+        assert mine.shape == right.shape
+        error, allowed = compare(mine, of_pytorch, right, exponent, largest**3 if number >= results else 0.0)
+        if number >= results and mine.dtype != dtype:
+            # A gradient of all queries of a head has the rounding of each of them.
+            allowed += torch.finfo(dtype).eps * float(wanted[0].abs().sum())
+        if number == 1 < results and backend in ("torch", "auto") and mine.device.type == "cpu" and dtype.itemsize == 2:
+            allowed += torch.finfo(dtype).eps / 8  # exponentials of PyTorch's kernel are rougher in 16 bits
+        errors.append((error, allowed))
+    if results > 1 and ours[1].dim() == 3:
+        empty = wanted[1].isneginf()
+        assert not ours[0][empty].any()
+        assert not call.differentiable or not ours[2][empty].any(), "a query that keeps nothing has a gradient"
     compared[backend] += 1
     return errors
+
+
+def assert_right(call: Call, backend: str, keeps_order: bool = False) -> None:
+    """See ``errors_of``."""
+    for number, (error, allowed) in enumerate(errors_of(call, backend, keeps_order)):
+        assert error <= allowed, f"{number} of the outcome is off by {error:.3g}; {allowed:.3g} is allowed"
+
+
+def _largest(t: torch.Tensor) -> float:
+    return float(t.detach().nan_to_num(neginf=0.0).abs().max()) if t.numel() else 0.0
 
 
 def compare(ours, theirs, wanted, exponent: float, terms: float) -> tuple[float, float]:

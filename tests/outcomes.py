@@ -31,29 +31,12 @@ def spills_of(kernels: list[dict]) -> dict[str, list[int]]:
     return {name: most for name, most in found.items() if any(most)}
 
 
-def spills_beyond_the_record(kernels: list[dict]) -> dict[str, list[int]]:
-    """Returns the entries of ``spills_of`` that exceed what the file has. Skips the test with another Triton than the file's."""
-    import pytest
+def record(kernels: list[dict]) -> None:
     import triton
 
-    record = json.loads(SPILLS.read_text())
-    if triton.__version__ != record["triton"]:
-        pytest.skip(f"spills are recorded of Triton {record['triton']}, not of {triton.__version__}")
-    known = record["spills"]
-
-    def exceeds(name: str, most: list[int]) -> bool:
-        return any(now > before for now, before in zip(most, known.get(name, (0, 0)), strict=True))
-
-    return {name: most for name, most in spills_of(kernels).items() if exceeds(name, most)}
-
-
-def _record() -> None:
-    import triton
-
-    found = spills_of(outcomes_of("sm90.py") + outcomes_of("sm90_launches.py", "selections"))
-    lines = (f"  {json.dumps(name)}: {most}" for name, most in sorted(found.items()))
+    lines = (f"  {json.dumps(name)}: {most}" for name, most in sorted(spills_of(kernels).items()))
     SPILLS.write_text(f'{{"triton": "{triton.__version__}", "spills": {{\n' + ",\n".join(lines) + "\n}}\n")
 
 
 if __name__ == "__main__":
-    _record()
+    record(outcomes_of("sm90.py"))

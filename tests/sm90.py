@@ -1,8 +1,10 @@
-"""Compiles the kernels for sm_90 without a GPU and prints the outcome of each, one JSON object per line.
+"""Compiles the kernels for sm_90 as their launchers ask for them, without a GPU, and prints the outcome of each as a JSON object.
+Compare its lines before and after a change that should not affect the compiled code.
 
-Compare its lines before and after a change that should not affect the compiled code. Run it as a separate process: kernels defined
-under TRITON_INTERPRET cannot be compiled.
+    python tests/sm90.py [GROUP ...]     attention, decoding, selections, choices, choosers, merges, packed; all by default
 """
+
+from __future__ import annotations
 
 import contextlib
 import io
@@ -10,233 +12,220 @@ import json
 import multiprocessing
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from unittest import mock
 
+import launches
 import torch
-import triton
-import triton.language as tl
+from launches import Launch, Shape, variant_of
+from oracle import heavy_rows_split, tiles
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from sparse_flash.kernels.common.gluon import Constants, GluonASTSource
-from sparse_flash.kernels.common.tiles import Rows, TableTensors
-from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_VARIANT, KernelVariant, launch_options
-from sparse_flash.kernels.hopper import backward as hopper_backward
-from sparse_flash.kernels.hopper import configs as hopper_configs
-from sparse_flash.kernels.hopper import forward as hopper_forward
-from sparse_flash.kernels.hopper.backward_arguments import BackwardPointers
-from sparse_flash.kernels.hopper.descriptors import EIGHT_BIT_LAYOUTS, FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
-from sparse_flash.kernels.hopper.division import plain_backward_config
-from sparse_flash.kernels.hopper.scheduler import TablePointers
-from sparse_flash.kernels.launch.launch import FUSED
+import sparse_flash as sf
+from sparse_flash.choosers.built_in import Antidiagonal, Sampled
+from sparse_flash.kernels.choosers import hopper_log_sums, log_sums
 from sparse_flash.kernels.launch.replay import parameter_sizes, parameter_types
-from sparse_flash.kernels.portable import backward, configs, decode, forward
+from sparse_flash.kernels.packed import rows
+from sparse_flash.kernels.selection import pick_blocks
+from sparse_flash.selection import hopper as selection_hopper
 
-TILES = {name: {dim: configs.HOPPER.config(name, torch.bfloat16, dim) for dim in (64, 128, 256)} for name in configs.KERNELS}
-KERNELS = {
-    "forward": (forward.attention_forward_kernel, TILES["forward"]),
-    "grad_q": (backward.grad_q_kernel, TILES["grad_q"]),
-    "grad_kv": (backward.grad_kv_kernel, TILES["grad_kv"]),
-}
-FORWARD, BACKWARD = hopper_forward.attention_forward_kernel, hopper_backward.attention_backward_kernel
-OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
-OF_VALUES = {"v_tensor", "out_tensor", "dout_tensor", "dv_tensor"}
-FLOATS = {"scale", "score_scale", "dropout_p"}
-FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "split_out", "split_lse", "split_results", "k_scale", "v_scale"}
-INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
-INT_POINTERS |= {"tile_idx", "col_tile_idx", "tile_runs", "tile_bits", "work", "counters", "arrived", "kv_lens", "block_table"}
-INT_POINTERS.add("kv_starts")
-HALF_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
-TARGET = GPUTarget("cuda", 90, 32)
+TOKENS = 1024
+EVERY_TERM = "lengths dropout alibi softcap own"
 
 
-@triton.jit
-def doubled(score, batch, head, q_pos, k_pos, params):
-    return score * 2.0 + tl.load(params[0] + head)
+@cache
+def mask_of(spec: str | None, block: int, split: bool = False) -> sf.BlockMask | None:
+    if spec is None:
+        return None
+    with heavy_rows_split() if split else contextlib.nullcontext():
+        return sf.compile_mask("causal | sinks(130)" if split else spec, TOKENS, block_size=block)
 
 
-@triton.jit
-def derivative_of_doubled(score, batch, head, q_pos, k_pos, params):
-    return 2.0
+# Each group yields (what follows a kernel's name, head_dim, what tests know a case by, the call), once for each case.
+Cases = Iterator[tuple[str, int, tuple, Callable[[], None]]]
 
 
-@triton.jit
-def by_pair(score, batch, head, q_pos, k_pos, params):
-    return score + tl.load(params[0] + (q_pos * 65536 + k_pos))
+def attention() -> Cases:
+    yield from portable()
+    for dim in (64, 128):
+        yield from hopper_to_128(dim)
+    # Products over 96 of 128 columns.
+    yield hopper("", 96, passes=("forward",))
+    yield hopper("", 96, "causal", split=True)
+    yield hopper("", 96, "causal", deterministic=True)
+    yield from wide_hopper()
 
 
-@triton.jit
-def derivative_of_by_pair(score, batch, head, q_pos, k_pos, params):
-    return 1.0
+def portable() -> Cases:
+    def case(suffix, dim, spec=None, dim_v=0, block=128, adds="", passes=("forward", "two")):
+        shape, variant = Shape(dim=dim, dim_v=dim_v, q_len=TOKENS, kv_len=TOKENS), variant_of(adds)
+        return suffix, dim, (), partial(launches.portable_attention, shape, mask_of(spec, block), variant, False, passes)
+
+    for dim in (64, 128):
+        yield case("", dim)
+        yield case("", dim, "causal", passes=("forward", "two", "one"))
+    for dim in (128, 256):  # which spilled thousands of bytes before their tiles followed head_dim
+        yield case("of_small_blocks", dim, "causal", block=32)
+    yield case("of_192_and_128", 192, "causal", dim_v=128)  # as in DeepSeek's models
+    yield case("of_dropout", 64, adds="dropout")
+    yield case("of_terms", 64, adds=f"{EVERY_TERM} bias")
+    yield case("of_terms", 64, "causal", adds=f"{EVERY_TERM} frozen_bias", passes=("one",))
+    yield case("of_positions", 128, "causal", adds="dropout positions")
 
 
-EVERY_TERM = KernelVariant("*i64", "fp32", *["*i32"] * 4, "*fp32", "fp32", "*fp32", "*fp32", ("*fp32",))
-DROPOUT = KernelVariant("*i64", "fp32")
-EVERY_SWITCH = {"SCORED": True, "REACH": 128, "SCORE": doubled, "DERIVATIVE": derivative_of_doubled}
-SCORED = NO_SWITCHES | {"SCORED": True}
-OF_VARIANTS = {  # of Hopper's kernels: a variant, and its switches
-    "softcap": (KernelVariant(softcap="fp32"), SCORED),
-    "alibi": (KernelVariant(alibi_slopes="*fp32"), SCORED),
-    "own": (KernelVariant(params=("*fp32",)), EVERY_SWITCH | {"REACH": 0}),
-    "lengths": (KernelVariant(q_starts="*i32", q_lens="*i32", kv_starts="*i32", kv_lens="*i32"), NO_SWITCHES),
-}
+def hopper(
+    suffix, dim, spec=None, *, dim_v=0, block=128, adds="", split=False, deterministic=False, kv_heads=2, ragged=False,
+    passes=("forward", "backward"), **of_tiles,
+):  # fmt: skip
+    """ragged: the last tile has fewer keys. of_tiles: options of ``oracle.tiles``."""
+    shape = Shape(kv_heads=kv_heads, dim=dim, dim_v=dim_v, q_len=TOKENS, kv_len=TOKENS - 24 * ragged)
+
+    def call():
+        with tiles(**of_tiles):
+            # A new mask, as which tables it has is decided at their first use.
+            mask = (mask_of.__wrapped__ if of_tiles else mask_of)(spec, block, split)
+            launches.hopper_attention(shape, mask, variant_of(adds), deterministic, passes)
+
+    return suffix, dim, (), call
 
 
-def compiled(
-    kernel,
-    config,
-    dim: int,
-    sparse: bool,
-    block: int = 128,
-    variant=NO_VARIANT,
-    switches=NO_SWITCHES,
-    dim_v: int | None = None,
-    dtype: str = "bf16",
-    target: GPUTarget = TARGET,
-    descriptors: bool = True,
-):
-    """variant: the types of its fields, None for absent ones. dim_v: of v, padded; dim by default. descriptors: whether the target
-    can address tiles."""
-    widths = dim, dim_v or dim
-    constants = {"DIM": dim, "DIM_V": widths[1], "TILE_M": config.tile_m, "TILE_N": config.tile_n}
-    constants |= {"TABLE_BLOCK": block, "SPARSE": sparse, **switches}
-    constants |= {"HAS_DLSE": False} if "HAS_DLSE" in kernel.arg_names else {}
-    tensors = {
-        name: f"tensordesc<{dtype}[1,1,{config.tile_m if name in OF_QUERIES else config.tile_n},{widths[name in OF_VALUES]}]>"
-        if descriptors
-        else Rows(f"*{dtype}", *["i32"] * 4, None)
-        for name in kernel.arg_names
-        if name.endswith("_tensor")
-    }
-    signature, constants, attributes = arguments(kernel, {**tensors, "variant": variant}, constants)
-    source = ASTSource(kernel, signature, constants, attributes)
-    rows = {backward.grad_kv_kernel: config.tile_n, backward.grad_qkv_kernel: max(config.tile_m, config.tile_n)}
-    options = launch_options(config, variant, switches, rows.get(kernel, config.tile_m))
-    return triton.compile(source, target=target, options=options | FUSED)
+def hopper_to_128(dim: int) -> Cases:
+    case, forward, backward = partial(hopper, dim=dim), ("forward",), ("backward",)
+    yield case("")
+    yield case("", ragged=True, passes=backward)
+    yield case("", spec="causal")
+    yield case("", spec="causal", split=True)
+    yield case("", spec="causal", kv_heads=1, passes=backward)
+    yield case("", spec="causal", deterministic=True, passes=backward)
+    yield case("of_dropout", adds="dropout")
+    documents = {"spec": "causal & documents((0, 33, 40, 200, 1024))", "by_document": True}
+    yield case("of_documents", **documents)
+    yield case("of_documents", **documents, deterministic=True, passes=backward)
+    for spec in (None, "causal"):
+        yield case("of_short", spec=spec, passes=forward, short=True)
+        yield case("of_eight_bits", spec=spec, split=spec is not None, passes=("eight bits",))
+        if dim == 64:
+            yield case("of_192", spec=spec, passes=forward, tall=True)
+            yield case("of_eight_bits_of_192", spec=spec, passes=("eight bits",), tall=True)
+    yield case("of_eight_bits_of_64", spec="causal", block=64, passes=("eight bits",))
+    yield case("of_64", spec="causal", block=64, split=True)
+    yield case("of_64", spec="causal", block=64, deterministic=True, passes=backward)
+    yield case("of_lengths", spec="causal", adds="lengths")
+    yield case("of_own", spec="causal", adds="own")
+    if dim == 128:
+        yield case("of_heads_together", spec="causal", kv_heads=1, passes=backward, together=True)
+        yield case("of_softcap", spec="causal", adds="softcap")
+        yield case("of_alibi", spec="causal", adds="alibi")
+        for adds in ("lengths", "own"):
+            yield case(f"of_{adds}_of_64", spec="causal", block=64, adds=adds)
 
 
-def compiled_for_hopper(
-    kernel,
-    config,
-    dim: int,
-    sparse: bool,
-    block: int = 128,
-    split: bool = False,
-    added: bool = False,
-    fixed: bool = False,
-    dropout: bool = False,
-    ragged: bool = False,
-    dtype: str = "bf16",
-    variant=NO_VARIANT,
-    switches=NO_SWITCHES,
-    dim_v: int | None = None,
-    own_starts: bool = False,
-    together: bool = False,
-):
-    """dim, dim_v: columns in use; dim_v: of v, dim by default."""
-    dim_v = dim_v or dim
-    scored = switches["SCORED"], switches["REACH"]
-    types = {"variant": variant._replace(seed="*i64", dropout_p="fp32") if dropout else variant, "score_scale": "fp32"}
-    types["table"] = TablePointers(*["*i32"] * 6)
-    if kernel is FORWARD:
-        shape = replace(hopper_forward.forward_shape(config, dim, dim_v, block, own_starts, split, *scored), SPARSE=sparse)
-        rows, keys, width = 64, shape.KEYS, shape.DIM // shape.PIECES
-        types["outputs"] = hopper_forward.Outputs("*bf16", *["*fp32"] * 3)
-        types["scales"] = hopper_forward.Scales(*["*fp32"] * 4) if shape.EIGHT else hopper_forward.NO_SCALES
-    else:
-        flags = own_starts, together, added, split, fixed, ragged
-        shape = replace(hopper_backward.backward_shape(config, dim, dim_v, block, *flags, *scored), SPARSE=sparse)
-        rows, keys, width = shape.QUERIES, shape.KEYS, shape.WIDTH
-        grads = [f"*{dtype}" if own_starts else None] * 2
-        types["pointers"] = BackwardPointers("*fp32", *grads, "*i32")
-        sums = "i32" if fixed else "fp32"
-        types["dq_rows"] = f"tensordesc<{sums}[{hopper_backward.rows_sent(shape)},256],{FLOAT_LAYOUT!r}>"
-        types["dkv_rows"] = f"tensordesc<fp32[{keys * shape.DIM // 512},256],{FLOAT_LAYOUT!r}>"
-        types |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{rows}],{ROW_LAYOUT!r}>")
-    for name in kernel.arg_names:
-        if name.endswith("_tensor"):
-            tile = rows if name in OF_QUERIES else keys, shape.DIM_V if name in OF_VALUES else width
-            kind, layout = dtype, TILE_LAYOUT
-            if kernel is FORWARD and shape.EIGHT and name != "out_tensor":
-                tile = tile[::-1] if name == "v_tensor" else tile
-                kind, layout = "fp8e4nv", EIGHT_BIT_LAYOUTS[tile[1]]
-            types[name] = f"tensordesc<{kind}[1,1,{tile[0]},{tile[1]}],{layout!r}>"
-    constants = {"SHAPE": Constants(shape), "SCORE": switches["SCORE"], "DERIVATIVE": switches["DERIVATIVE"]}
-    if "dkv_rows" in types and shape.DIM > 128:
-        constants["dkv_rows"] = None
-    source = GluonASTSource(kernel, *arguments(kernel, types, constants))
-    return triton.compile(source, target=TARGET, options=config.options | FUSED)
+def wide_hopper() -> Cases:
+    for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
+        case = partial(hopper, dim=dim, dim_v=dim_v)
+        of = "" if dim == dim_v else f"of_{dim}_and_{dim_v}"
+        yield case(of)
+        yield case(of, spec="causal", split=True)
+        if dim_v != 192:
+            yield case(of, ragged=True, passes=("backward",))
+            yield case(of, spec="causal", kv_heads=1, passes=("backward",))
+            yield case(of, spec="causal", deterministic=True, passes=("backward",))
+            yield case(f"{of}_of_64".strip("_"), spec="causal", block=64, split=True)
+            for adds in ("dropout", "alibi", "lengths"):
+                passes = ("forward", "backward") if dim_v == 256 else ("forward",)
+                yield case(f"{of}_of_{adds}".strip("_"), spec="causal", adds=adds, passes=passes)
+    yield hopper("of_own", 256, "causal", adds="own", passes=("backward",))
 
 
-def compiled_columns(kernel, config, dim: int, sparse: bool, dim_v: int):
-    """Compiles the kernel that combines splits of columns in dK and dV of unequal widths."""
-    constants = {"DIM": dim, "DIM_V": dim_v, "TILE": config.keys, "TABLE_BLOCK": 128}
-    tensors = {f"d{name}_tensor": f"tensordesc<bf16[1,1,{config.keys},{width}]>" for name, width in (("k", dim), ("v", dim_v))}
-    types = tensors | {"sums_ptr": "*fp32", "split_columns": "*i32", "dk_factor": "fp32", "dv_factor": "fp32"}
-    source = ASTSource(kernel, *arguments(kernel, types, constants))
-    return triton.compile(source, target=TARGET, options={"num_warps": 8} | FUSED)
+def decoding() -> Cases:
+    # spec, group of heads, queries, tokens of a page, scales
+    layouts = [(None, 4, 1, 0, ""), ("causal", 4, 1, 0, ""), ("causal", 4, 1, 16, ""), ("causal", 2, 16, 128, "")]
+    layouts += [(None, 4, 1, 0, "of heads"), ("causal", 4, 1, 0, "of tokens"), ("causal", 4, 1, 16, "of tokens")]
+    layouts += [("causal", 2, 16, 128, "of heads")]
+    lens = torch.zeros(1, dtype=torch.int32)
+    for dim in (64, 128):
+        for spec, group, queries, page, scales in layouts:
+            shape = Shape(heads=group, kv_heads=1, q_len=queries, kv_len=TOKENS, dim=dim)
+            options = {"kv_lens": lens, "causal": queries > 1 and spec is None, "splits": 2} | ({} if page else {"kv_starts": lens})
+            call = partial(launches.decoding, shape, mask_of(spec, 128), page, scales, **options)
+            yield "of_e4m3" if scales else "", dim, (), call
 
 
-def compiled_for_decoding(
-    kernel,
-    config,
-    dim: int,
-    sparse: bool,
-    rows: int,
-    q_len: int,
-    page: int,
-    dim_v: int | None = None,
-    dtype: str = "bf16",
-    target: GPUTarget = TARGET,
-    scales: str | None = None,
-):
-    """rows: of stacked queries. page: tokens per page, 0 for none. dim_v: of v; dim by default. scales: "of heads" or
-    "of tokens", of an e4m3 cache."""
-    dim_v = dim_v or dim
-    constants = {"HEAD_DIM": dim, "DIM": dim, "HEAD_DIM_V": dim_v, "DIM_V": dim_v}
-    constants |= {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "ROWS": rows}
-    constants |= {"COMBINED": decode.combined_at_a_time(rows, dim_v), "SPLIT": True, "SPARSE": sparse}
-    constants |= {"TABLE_BLOCK": 128 if sparse else config.tile_n, "CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1}
-    constants |= {"AT_END": True, "HAS_LENS": True, "HAS_STARTS": page == 0, "PAGE": page}
-    constants["VECTOR"] = 16 if scales else 4 if dtype == "fp32" else 8
-    constants |= {"SCALED": scales is not None, "BY_TOKEN": scales == "of tokens"}
-    types = dict.fromkeys(HALF_POINTERS, f"*{dtype}") | (dict.fromkeys(("k_ptr", "v_ptr"), "*fp8e4nv") if scales else {})
-    source = ASTSource(kernel, *arguments(kernel, types, constants))
-    return triton.compile(source, target=target, options=config.options | FUSED)
+def selections() -> Cases:
+    # heads, key heads, head_dim, block, every, always
+    cases = [(16, 4, dim, block, 1, None) for dim, block in ((64, 64), (128, 64), (128, 128))]
+    cases += [(16, 4, 128, 128, 16, None), (16, 4, 128, 256, 1, None), (16, 4, 128, 64, 1, "sinks(4) | local(128)")]
+    for case in cases:
+        heads, kv_heads, dim, block, every, always = case
+        shape = Shape(1, heads, kv_heads, TOKENS, TOKENS, dim)
+        of_hopper = (False, True) if block in selection_hopper.BLOCK_SIZES else (False,)
+        always = mask_of(always, min(block, 256))
+        call = partial(launches.selected_attention, shape, 16, block, every, always, of_hopper, always is None)
+        yield "", dim, case, call
+        for page in (0, 64):
+            yield "", dim, case, partial(launches.selected_decoding, shape._replace(q_len=1), 16, block, page)
 
 
-def arguments(kernel, types: dict[str, str | tuple], constants: dict) -> tuple[dict, dict, dict]:
-    """(signature, constants, attributes) of a kernel, as the compiler expects them. types: of arguments whose names do not
-    determine them; a tuple's by field, None for absent ones. Pointers are aligned to 16 bytes."""
-    signature, attributes, constants = {}, {}, dict(constants)
-    types = {**dict.fromkeys(("table", "columns", "rows"), TableTensors(*["*i32"] * len(TableTensors._fields))), **types}
-    for position, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif isinstance(types.get(name), tuple):
-            fields = types[name]
-            signature[name] = type(fields)(*("constexpr" if field is None else field for field in fields))
-            constants |= {(position, number): None for number, field in enumerate(fields) if field is None}
-            if isinstance(fields, Rows):
-                attributes[(position, 0)] = [["tt.divisibility", 16]]
-            elif not isinstance(fields, KernelVariant):
-                attributes |= {(position, number): [["tt.divisibility", 16]] for number, field in enumerate(fields) if field}
-        elif name in types:
-            signature[name] = types[name]
-            if types[name].startswith("*"):
-                attributes[(position,)] = [["tt.divisibility", 16]]
-        elif name in FLOAT_POINTERS | INT_POINTERS | HALF_POINTERS:
-            signature[name] = "*fp32" if name in FLOAT_POINTERS else "*i32" if name in INT_POINTERS else "*bf16"
-            attributes[(position,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = (
-                "*i64" if name == "seed" else "fp32" if name in FLOATS else kernel.params[position].annotation_type or "i32"
-            )
-    return signature, constants, attributes
+def choices() -> Cases:
+    # kind, query heads that share a choice, block, whether of packed documents
+    cases = [(kind, *case, False) for kind in ("mean", "max", "softmax") for case in ((4 if kind == "mean" else 1, 128), (16, 64))]
+    for case in [*cases, ("given", 1, 128, False), ("mean", 4, 128, True), ("given", 1, 128, True)]:
+        kind, shared, block, bounded = case
+        shape = Shape(1, shared, 1, TOKENS, TOKENS, 128)
+        bounds = torch.empty(TOKENS, 2, dtype=torch.int32) if bounded else None
+
+        def call(shape=shape, kind=kind, block=block, bounds=bounds):
+            with mock.patch.object(pick_blocks, "_precision", lambda source: "tf32"):  # as on a GPU
+                launches.choice(shape, kind, block, 16, bounds, TOKENS // 16)
+
+        yield "", 128, case, call
+
+
+def choosers() -> Cases:
+    cases = [(chooser, dim) for chooser in (Sampled(8, floor=0.1), Sampled(8, floor=0.1, block=64)) for dim in (64, 128)]
+    for chooser, dim in [*cases, (Antidiagonal(8, floor=0.1), 128), (Antidiagonal(16, floor=0.1, block=64), 64)]:
+
+        def call(chooser=chooser, dim=dim):
+            features, grid = launches.features_of(Shape(1, 32, 8, TOKENS, TOKENS, dim), chooser, True)
+            for by in (log_sums.log_sums, hopper_log_sums.log_sums):
+                log_sums.scores_of_blocks(features, grid.kv_blocks, 0, grid.q_blocks, False, False, by)
+
+        yield "", dim, (chooser, dim), call
+
+
+def merges() -> Cases:
+    cases = [(torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 256), (torch.bfloat16, 40), (torch.float16, 32)]
+    for dtype, dim in [*cases, (torch.float64, 128)]:
+        yield "", dim, (dtype, dim), partial(launches.merges, dtype, dim, dtype != torch.float64)
+
+
+def packed() -> Cases:
+    yield from moves()
+    for same in (True, False):
+        yield "", 0, (), partial(launches.packed, 512, 1000, 8, same)
+
+
+def moves() -> Cases:
+    """Of tokens; of 80 bytes a row; of lse; of 10 bytes a row. Results are head by head, so heads are not merged."""
+    for dtype, shape in (
+        (torch.bfloat16, (64, 4, 128)),
+        (torch.bfloat16, (64, 4, 40)),
+        (torch.float32, (64, 4, 1)),
+        (torch.bfloat16, (64, 4, 5)),
+    ):
+        source, index = torch.empty(shape, dtype=dtype), torch.empty(shape[0], dtype=torch.int32)
+        target = torch.empty_like(source.transpose(0, 1).contiguous()).transpose(0, 1)
+        fill = float("-inf") if shape[-1] == 1 else 0.0
+        yield "", 0, (shape[-1] * dtype.itemsize,), partial(rows.take_rows_into, source, index, fill, target)
+
+
+GROUPS = {group.__name__: group for group in (attention, decoding, selections, choices, choosers, merges, packed, moves)}
+
+
+# Outcomes.
 
 
 def dumped(binary: bytes, option: str) -> str:
@@ -271,189 +260,71 @@ def spills_in_full_blocks(binary: bytes) -> int:
     return max((count(loop, "LDL|STL") for loop, n in zip(innermost, loads, strict=True) if n == min(loads)), default=0)
 
 
-def report(name: str, compile_kernel, kernel, config, dim: int, sparse: bool, *details, **options) -> dict:
+# What is counted in the code of a kernel.
+INSTRUCTIONS = {
+    "wgmma": r"wgmma\.mma_async",
+    "e4m3": r"wgmma\.mma_async\S*\.e4m3\.e4m3",
+    "mma": r"\bmma\.sync",
+    "tma": r"cp\.async\.bulk\.tensor",
+    "async": r"cp\.async\.cg\.shared\.global",
+    "products": r"\bmul\.(?:wide|hi)\.u32",
+    "converted": r"cvt\.rn\.f16x2\.e4m3x2",
+    "wide": r"ld\.global\.v4",
+    "wide_stores": r"st\.global\.v4",
+}
+
+
+def outcome(launch: Launch) -> dict:
     # ptxas reports C7510 to C7518 if it has to serialize products; Triton drops its log on success.
     with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = True
-        result = compile_kernel(kernel, config, dim, sparse, *details, **options)
-    ptx = result.asm["ptx"]
-    row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared, "keys": getattr(config, "tile_n", None)}
-    row |= {"wgmma": ptx.count("wgmma.mma_async"), "e4m3": len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx))}
-    row |= {"tma": ptx.count("cp.async.bulk.tensor")}
-    row |= {"warps": result.metadata.num_warps, "products": len(re.findall(r"\bmul\.(?:wide|hi)\.u32", ptx))}
-    row |= {
-        "converted": ptx.count("cvt.rn.f16x2.e4m3x2"),
-        "async": ptx.count("cp.async.cg.shared.global"),
-        "mma": len(re.findall(r"\bmma\.sync", ptx)),
-    }
+        result = launch.compiled()
+    ptx, sparse, warps = result.asm["ptx"], launch.constant("SPARSE"), result.metadata.num_warps
+    row = {"sparse": sparse, "shared": result.metadata.shared, "warps": warps, "stages": launch.given.get("num_stages")}
+    row |= {"keys": launch.constant("TILE_N"), "copies": launch.constant("TAKES")}
+    row |= {name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()}
     types = parameter_types(result.src.signature, parameter_sizes(ptx))
-    row |= {"repeatable": types is not None and types.count("map") == len(result.metadata.tensordesc_meta or ())}
+    row["repeatable"] = types is not None and types.count("map") == len(result.metadata.tensordesc_meta or ())
+    if launch.name == "merge":  # whether all have read what the first store may change
+        row["waits"] = "bar.sync" in ptx[ptx.rindex("ld.global.b", 0, ptx.index("st.global")) : ptx.index("st.global")]
     row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
     row |= resources(result.asm["cubin"])
     return row | {"in_full_blocks": spills_in_full_blocks(result.asm["cubin"]) if row["stack"] else 0}
 
 
-DECODING = ((False, 4, 1, 0), (True, 4, 1, 0), (True, 4, 1, 16), (True, 32, 16, 128))  # sparse, rows, q_len, page
+# Kernels without products, compiled for plain calls only.
+NEXT_TO_PRODUCTS = {"hopper_prepare", "hopper_finish", "hopper_combine", "hopper_quantize_values"}
 
 
-def _of_portable(name: str, *details, **options) -> Callable[[], dict]:
-    return partial(report, name, compiled, *details, **options)
+_found: list[tuple[dict, Launch]] = []  # what is known of a kernel before it is compiled
 
 
-def _of_hopper(name: str, *details, **options) -> Callable[[], dict]:
-    """details: kernel, config, dim, sparse. options: as of ``compiled_for_hopper``."""
-    return partial(report, f"hopper_{name}", compiled_for_hopper, *details, **options)
-
-
-def of_the_tests() -> Iterator[Callable[[], dict]]:
-    """Yields calls of ``report``, one for each kernel that the tests compile."""
-    for dim in (64, 128):
-        yield from of_portable(dim)
-        yield from of_hopper(dim)
-    yield from of_small_blocks()
-    # 192 columns of q and k, padded, and 128 of v, as in DeepSeek's models.
-    for name, (kernel, table) in KERNELS.items():
-        yield _of_portable(f"{name}_of_192_and_128", kernel, table[256], 256, True, dim_v=128)
-        yield _of_portable(f"{name}_of_dropout", kernel, table[64], 64, False, variant=DROPOUT)
-        yield _of_portable(f"{name}_of_terms", kernel, table[64], 64, False, variant=EVERY_TERM, switches=EVERY_SWITCH)
-    placed = DROPOUT._replace(q_positions="*i32", kv_positions="*i32", batch_heads="*i32")
-    for name in ("forward", "grad_kv"):
-        kernel, table = KERNELS[name]
-        yield _of_portable(f"{name}_of_positions", kernel, table[128], 128, True, variant=placed)
-    details = backward.grad_qkv_kernel, TILES["grad_kv"][64], 64, True
-    yield _of_portable("grad_qkv_of_terms", *details, variant=EVERY_TERM, switches=EVERY_SWITCH)
-    # Products over 96 of 128 columns.
-    for sparse in (False, True):
-        yield _of_hopper("forward", FORWARD, hopper_configs.FORWARD[128], 96, sparse, split=sparse)
-    for option in ("added", "split", "fixed"):
-        yield _of_hopper("backward", BACKWARD, hopper_configs.PAIRED_BACKWARD[128], 96, True, **{option: True})
-    yield from of_wide_forward()
-    yield from of_wide_backward()
-
-
-def of_portable(dim: int) -> Iterator[Callable[[], dict]]:
-    for sparse, rows, q_len, page in DECODING:
-        config = configs.decode_config(torch.bfloat16, dim, 128, rows)
-        yield partial(report, "decode", compiled_for_decoding, decode.decode_kernel, config, dim, sparse, rows, q_len, page)
-        for scales in ("of heads", "of tokens"):
-            alike = scales == "of heads" and page in (0, 128)
-            config = configs.decode_config(torch.bfloat16, dim, 128 if sparse else None, rows, e4m3=True, alike=alike)
-            details = decode.decode_kernel, config, dim, sparse, rows, q_len, page
-            yield partial(report, "decode_e4m3", compiled_for_decoding, *details, scales=scales)
-    for sparse in (False, True):
-        for name, (kernel, table) in KERNELS.items():
-            yield _of_portable(name, kernel, table[dim], dim, sparse)
-    yield _of_portable("grad_qkv", backward.grad_qkv_kernel, TILES["grad_kv"][dim], dim, True)
-
-
-def of_small_blocks() -> Iterator[Callable[[], dict]]:
-    """Yields the portable kernels of wide heads in blocks of 32, which spilled thousands of bytes before their tiles followed
-    head_dim."""
-    for name, (kernel, _) in KERNELS.items():
-        for dim in (128, 256):
-            config = configs.builtin_config(configs.HOPPER, name, torch.bfloat16, dim, 32)
-            yield _of_portable(f"{name}_of_small_blocks", kernel, config, dim, True, block=32)
-
-
-def of_hopper(dim: int) -> Iterator[Callable[[], dict]]:
-    forward = FORWARD, hopper_configs.FORWARD[dim], dim
-    backward = BACKWARD, plain_backward_config(dim, dim, 128), dim
-    for sparse in (False, True):
-        for split in (False, True):
-            yield _of_hopper("forward", *forward, sparse, split=split)
-        # Splits of heavy columns; a last tile with fewer keys.
-        for options in ({}, {"added": True}, {"fixed": True}, {"split": True} if sparse else {"ragged": True}):
-            yield _of_hopper("backward", *backward, sparse, **options)
-    if dim == 128:
-        yield _of_hopper("backward_of_heads_together", *backward, True, together=True)
-    yield _of_hopper("forward_of_documents", *forward, True, own_starts=True)
-    for options in ({}, {"added": True}, {"fixed": True}):
-        yield _of_hopper("backward_of_documents", *backward, True, own_starts=True, **options)
-    yield _of_hopper("forward_of_dropout", *forward, False, dropout=True)
-    for options in ({}, {"fixed": True}, {"ragged": True}):
-        details = BACKWARD, hopper_configs.VARIANT_BACKWARD[dim], dim, False
-        yield _of_hopper("backward_of_dropout", *details, dropout=True, **options)
-    for name, table, sparse in (
-        ("192", hopper_configs.TALL_FORWARD, False),
-        ("tall", hopper_configs.TALL_FORWARD, True),
-        ("short", hopper_configs.SHORT_FORWARD, False),
-        ("short", hopper_configs.SHORT_FORWARD_OF_TABLES, True),
-        ("eight_bits_of_192", hopper_configs.TALL_EIGHT_BITS, False),
-        ("eight_bits_of_tall", hopper_configs.TALL_EIGHT_BITS, True),
-    ):
-        if dim in table:
-            yield _of_hopper(f"forward_of_{name}", FORWARD, table[dim], dim, sparse)
-    yield _of_hopper("forward_of_eight_bits_of_64", FORWARD, hopper_configs.EIGHT_BITS_OF_64[dim], dim, True, block=64)
-    for sparse in (False, True):
-        yield _of_hopper("forward_of_eight_bits", FORWARD, hopper_configs.EIGHT_BITS[dim], dim, sparse, split=sparse)
-    yield _of_hopper("forward_of_64", FORWARD, hopper_configs.FORWARD_OF_64[dim], dim, True, block=64, split=True)
-    for option in ("split", "added", "fixed"):
-        details = BACKWARD, hopper_configs.BACKWARD_OF_64[dim], dim, True
-        yield _of_hopper("backward_of_64", *details, block=64, **{option: True})
-    for name, (variant, switches) in OF_VARIANTS.items():
-        for block in (128, 64) if dim == 128 else (128,):
-            for pass_, kernel, config in (
-                ("forward", FORWARD, hopper_configs.variant_forward_config(dim, block)),
-                ("backward", BACKWARD, hopper_configs.variant_backward_config(dim, block, switches["SCORED"])),
-            ):
-                row = f"{pass_}_of_{name}{_of_blocks(block, config)}"
-                yield _of_hopper(row, kernel, config, dim, True, block=block, variant=variant, switches=switches)
-
-
-def _of_blocks(block: int, config) -> str:
-    return "" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone"
-
-
-def of_wide_forward() -> Iterator[Callable[[], dict]]:
-    """Yields Hopper's forward kernels for head dimensions above 128, and for v of another head_dim."""
-    for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
-        row = "forward" if dim == dim_v else f"forward_of_{dim}_and_{dim_v}"
-        columns = hopper_forward.column_constants(dim, dim_v)
-
-        def compiles(row, sparse, block, variant=None, plain=True, dim=dim, dim_v=dim_v, columns=columns, **options):
-            config = hopper_configs.wide_forward_config(columns["DIM"], columns["DIM_V"], sparse and block, 1, 0, plain)
-            given, switches = OF_VARIANTS[variant] if variant else (NO_VARIANT, NO_SWITCHES)
-            options |= {"dim_v": dim_v, "variant": given, "switches": switches, "block": block}
-            return _of_hopper(row + _of_blocks(block, config), FORWARD, config, dim, sparse, **options)
-
-        yield compiles(row, False, 128)
-        yield compiles(row, True, 128, split=True)
-        yield compiles(row, True, 64, split=True)
-        yield compiles(f"{row}_of_dropout", False, 128, plain=False, dropout=True)
-        for variant in ("alibi", "lengths") if dim != dim_v or dim == 256 else ():
-            yield compiles(f"{row}_of_{variant}", True, 128, variant, plain=False)
-
-
-def of_wide_backward() -> Iterator[Callable[[], dict]]:
-    """Yields the backward kernels of wide heads: head_dim 256 and 192, and 192 with 128 for v."""
-    wide = BACKWARD, hopper_configs.BACKWARD[256]
-    paired = BACKWARD, hopper_configs.PAIRED_BACKWARD[192]
-    for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
-        name, details = ("backward", wide) if dim_v == dim else (f"backward_of_{dim}_and_{dim_v}", paired)
-        for sparse, option in ((False, "ragged"), (True, "split"), (True, "added"), (True, "fixed")):
-            yield _of_hopper(name, *details, dim, sparse, dim_v=dim_v, **{option: True})
-    yield _of_hopper("backward_of_192_and_128_of_64_alone", *wide, 192, True, block=64, dim_v=128)
-    yield _of_hopper("backward_of_64_alone", *wide, 256, True, block=64, split=True)
-    yield _of_hopper("backward_of_dropout", *wide, 256, True, dropout=True)
-    for name, (variant, switches) in OF_VARIANTS.items():
-        yield _of_hopper(f"backward_of_{name}", *wide, 256, True, variant=variant, switches=switches)
-    details = hopper_backward.combine_columns_kernel, hopper_configs.BACKWARD[256], 256, True, 128
-    yield partial(report, "combine_columns_of_192_and_128", compiled_columns, *details)
-
-
-def outcomes(reports: Iterable[Callable[[], dict]]) -> Iterator[dict]:
-    """Yields what the calls return, in their order; as many processes run them as there are cores."""
-    global _reports
-    _reports = list(reports)  # before the processes are forked
-    with multiprocessing.get_context("fork").Pool() as pool:
-        yield from pool.imap(_outcome, range(len(_reports)))
+def find(groups: list[str]) -> None:
+    """Appends to ``_found``, each code once."""
+    known, backend = set(), launches.make_backend(launches.SM90)
+    for group in groups:
+        for suffix, dim, case, call in GROUPS[group]():
+            for launch in launches.launches_of(call):
+                key = launch.kernel.fn, *map(str, launch.code(backend))
+                if key in known or (suffix and launch.name in NEXT_TO_PRODUCTS):
+                    continue
+                known.add(key)
+                name = f"{launch.name}_{suffix}".rstrip("_")
+                _found.append(({"group": group, "kernel": name, "dim": dim, "case": list(map(str, case))}, launch))
 
 
 def _outcome(number: int) -> dict:
-    return _reports[number]()
+    known, launch = _found[number]
+    return known | outcome(launch)
+
+
+def main() -> None:
+    find(sys.argv[1:] or [name for name in GROUPS if name != "moves"])  # which are of those of packed documents
+    knobs.compilation.always_compile = True  # a result from Triton's cache has no log
+    with multiprocessing.get_context("fork").Pool() as pool:
+        for row in pool.imap(_outcome, range(len(_found))):
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    knobs.compilation.always_compile = True  # a result from Triton's cache has no log
-    for row in outcomes(of_the_tests()):
-        print(json.dumps(row), flush=True)
+    main()

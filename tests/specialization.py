@@ -1,94 +1,69 @@
-"""Launches every kernel on tensors of many shapes, with Triton's compiler replaced and no GPU. Prints one JSON object per kernel:
-how often it was compiled and launched again, and the arguments for which the code would have been specialized on another call's
-value.
+"""Asks Triton about every kernel on tensors of many shapes, without compiling any. Prints one JSON object per kernel.
+
+    python tests/specialization.py         how often code was made and launched again, and the arguments for whose value in one call
+                                           it was made, though another launches it
+    python tests/specialization.py ones    what Triton's front end says against the portable kernels, for lengths and strides of 1
 
 ``launch`` looks up compiled code by what it believes Triton specializes on. Triton specializes on integers that are 1 and on
 multiples of 16, even in fields of a tuple for which the kernel says otherwise. Here Triton's own code says what a launch is
-specialized on, and every launch that reuses another one's code is compared with that.
-
-Run it as a separate process: kernels defined under TRITON_INTERPRET cannot be compiled.
+specialized on, and every launch that reuses another one's code is compared with that. Within records, Triton's releases differ in
+where they lose a 1.
 """
 
 import json
 import sys
-from collections import defaultdict
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from unittest import mock
 
+import launches
 import torch
+from launches import SM90, Launch, Shape, variant_of
 from oracle import heavy_rows_split
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton._C.libtriton import ir
+from triton.compiler import ASTSource, make_backend
 
 import sparse_flash as sf
-from sparse_flash.backends import QueryRows
 from sparse_flash.choosers.built_in import Antidiagonal, Pooled, Sampled
-from sparse_flash.choosers.features import Content
-from sparse_flash.kernels.choosers import log_sums, rules
-from sparse_flash.kernels.hopper import backward as hopper_backward
-from sparse_flash.kernels.hopper import descriptors
-from sparse_flash.kernels.hopper import forward as hopper_forward
-from sparse_flash.kernels.launch import launch
-from sparse_flash.kernels.packed import document_blocks, repack, select, spans, splits
+from sparse_flash.kernels.choosers import hopper_log_sums, log_sums, rules
 from sparse_flash.kernels.packed import rows as moved_rows
-from sparse_flash.kernels.portable import backward, configs, decode, forward
-from sparse_flash.kernels.selection import backward as selection_backward
-from sparse_flash.kernels.selection import decode as selection_decode
-from sparse_flash.kernels.selection import division, lists, pick_blocks
-from sparse_flash.kernels.selection import forward as selection_forward
-from sparse_flash.kernels.selection import hopper_backward as selection_hopper_backward
-from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
-from sparse_flash.masks.grid import BlockGrid
-from sparse_flash.selection import triton as selection_triton
-from sparse_flash.selection.choice import BlockChoice
-from sparse_flash.variant.variant import Variant
+from sparse_flash.kernels.packed import select
+from sparse_flash.kernels.selection import division
 
-SELECTION = (
-    pick_blocks,
-    lists,
-    selection_forward,
-    selection_backward,
-    selection_hopper_forward,
-    selection_hopper_backward,
-    selection_decode,
-)
-PACKED = (repack, moved_rows, spans, document_blocks, splits, select)
-MODULES = (forward, backward, decode, hopper_forward, hopper_backward, log_sums, rules, *PACKED, *SELECTION)
 LENGTHS = (1, 16, 33)
-HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
-TARGET = GPUTarget("cuda", 90, 32)
-BACKEND = make_backend(TARGET)
+HEADS = ((1, 1), (16, 1), (3, 3), (32, 16))
+BACKEND = make_backend(SM90)
+VARIANT = "lengths dropout alibi softcap"
+compile_mask = cache(sf.compile_mask)
 
 
-class Kernel:
+class Counted:
     """Stands in for a kernel: instead of compiling, it asks Triton what it would specialize on."""
 
-    def __init__(self, kernel: JITFunction):
-        self.fn, self.params = kernel.fn, kernel.params
-        self.binder = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+    def __init__(self, kernel):
+        self.kernel, self.fn, self.params = kernel, kernel.fn, kernel.params
         self.compiled = self.again = 0
         self.wrong: set[str] = set()
 
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: Compiled(self, arguments, options)
-
-    def warmup(self, *arguments, grid, **options) -> None:
+    def warmup(self, *arguments, grid, **given) -> None:
         """Does nothing: a launch asks again for what was compiled ahead of it."""
 
-    def specialization(self, arguments, options) -> dict[str, tuple]:
+    def __getitem__(self, grid):
+        return lambda *arguments, **given: Code(self, arguments, given)
+
+    def specialization(self, arguments, given) -> dict[str, tuple]:
         """(type, specialization on its value) of each argument."""
-        return dict(zip((p.name for p in self.params), self.binder(*arguments, **options)[1], strict=True))
+        binder = launches.binder_of(self.kernel, BACKEND)
+        return dict(zip((p.name for p in self.params), binder(*arguments, **given)[1], strict=True))
 
 
-class Compiled:
-    """Code compiled for the arguments of one launch, and launched again with others."""
+class Code:
+    """Made for the arguments of one launch, and launched again with others."""
 
-    def __init__(self, kernel: Kernel, arguments, options):
+    def __init__(self, kernel: Counted, arguments, given):
         kernel.compiled += 1
-        self.kernel, self.made_for = kernel, kernel.specialization(arguments, options)
+        self.kernel, self.made_for = kernel, kernel.specialization(arguments, given)
 
     def __getitem__(self, grid):
         return self.launch
@@ -100,164 +75,145 @@ class Compiled:
                 self.kernel.wrong.add(f"{name}: {self.made_for[name]}, then {found}")
 
 
-def tensors(batch, heads, kv_heads, q_len, kv_len, dtype, head_dim=64):
-    q, k, v = (torch.zeros(batch, *of, head_dim, dtype=dtype) for of in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len)))
-    return q, k, v, torch.zeros(batch, heads, q_len)
-
-
-def checked_variant(batch: int, heads: int) -> tuple[Variant | None, ...]:
-    lengths = dict.fromkeys(("q_starts", "q_lens", "kv_starts", "kv_lens"), torch.zeros(batch, dtype=torch.int32))
-    dropout = {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5}
-    return None, Variant(**lengths, **dropout, alibi_slopes=torch.zeros(batch, heads), softcap=2.0)
-
-
-compile_mask = cache(sf.compile_mask)
-
-
 @cache
 def masks_of(heads: int, q_len: int, kv_len: int, block_size: int):
-    mask = compile_mask("causal", q_len, kv_len, block_size)
-    other = compile_mask("causal & local(8)", q_len, kv_len, block_size)
+    mask, other = (compile_mask(spec, q_len, kv_len, block_size) for spec in ("causal", "causal & local(8)"))
     return None, mask, sf.BlockMask.per_head([mask if head % 2 else other for head in range(heads)])
 
 
-def portable_calls() -> None:
-    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2), HEADS, LENGTHS, LENGTHS):
-        q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.float32)
-        for mask, variant in product(masks_of(heads, q_len, kv_len, 64), checked_variant(batch, heads)):
-            forward.attention_forward(q, k, v, mask, 1.0, variant)
-            for most in (0, 1 << 30):  # two launches and one
-                with mock.patch.object(configs, "ONE_LAUNCH_TOKENS", most):
-                    backward.attention_backward(q, lse, q, k, v, q, lse, mask, 1.0, variant)
-        for kv_lens in (None, torch.ones(batch, dtype=torch.int32)):
-            decode.attention_decode(q, k, v, None, 1.0, kv_lens=kv_lens, causal=True, splits=2)
-        for mask in masks_of(heads, q_len, kv_len, 64)[1:]:
-            decode.attention_decode(q, k, v, mask, 1.0, at_end=False)
-        pages = torch.zeros(batch, kv_len, dtype=torch.int32)
-        decode.attention_decode(
-            q, k[:, :, :1].expand(-1, -1, 16, -1), v[:, :, :1].expand(-1, -1, 16, -1), None, 1.0, block_table=pages
-        )
+def shapes(q_lens, kv_lens=None, batches=(1, 2), **more):
+    """Of all batches and heads, and of these lengths."""
+    for batch, (heads, kv_heads), q_len, kv_len in product(batches, HEADS, q_lens, kv_lens or q_lens):
+        yield Shape(batch, heads, kv_heads, q_len, kv_len, **more)
 
 
-def hopper_calls() -> None:
-    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2, 3), HEADS, (1, 16, 385), (1, 16, 385)):
-        q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
-        _, variant = checked_variant(batch, heads)
-        hopper_forward.attention_forward(q, k, v, None, 1.0, variant)
-        hopper_backward.attention_backward(q, None, q, k, v, q, lse, None, 1.0, variant)
-        for mask in masks_of(heads, q_len, kv_len, 128):
-            hopper_forward.attention_forward(q, k, v, mask, 1.0)
+def portable() -> None:
+    for shape in shapes(LENGTHS, dtype=torch.float32):
+        masks, lens = masks_of(shape.heads, shape.q_len, shape.kv_len, 64), torch.ones(shape.batch, dtype=torch.int32)
+        for mask, names in product(masks, ("", VARIANT)):
+            launches.portable_attention(shape, mask, variant_of(names, shape.batch, shape.heads))
+        for kv_lens in (None, lens):
+            launches.decoding(shape, kv_lens=kv_lens, causal=True, splits=2)
+        for mask in masks[1:]:
+            launches.decoding(shape, mask, at_end=False)
+        launches.decoding(shape, page=16)
+
+
+def hopper() -> None:
+    for shape in shapes((1, 16, 385), batches=(1, 2, 3)):
+        launches.hopper_attention(shape, None, variant_of(VARIANT, shape.batch, shape.heads))
+        launches.hopper_attention(shape, None, passes=("eight bits",))
+        for mask in masks_of(shape.heads, shape.q_len, shape.kv_len, 128):
             for deterministic in (False, True):
-                hopper_backward.attention_backward(q, None, q, k, v, q, lse, mask, 1.0, deterministic=deterministic)
-        q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16, 256)
-        for mask in masks_of(heads, q_len, kv_len, 128):
-            hopper_backward.attention_backward(q, None, q, k, v, q, lse, mask, 1.0)
-            out = q[..., :128]
-            hopper_backward.attention_backward(out, None, q[..., :192], k[..., :192], v[..., :128], out, lse, mask, 1.0)
+                launches.hopper_attention(shape, mask, deterministic=deterministic)
+            for dim, dim_v in ((256, 256), (192, 128)):
+                launches.hopper_attention(shape._replace(dim=dim, dim_v=dim_v), mask, passes=("backward",))
 
 
-def packed_calls() -> None:
-    for documents, tokens, rows, heads in product(LENGTHS, LENGTHS, LENGTHS, (1, 16, 3)):
-        ends = torch.zeros(documents + 1, dtype=torch.int32)
-        layout = repack.lay_out(ends, ends, tokens, tokens + 15, tokens, rows, 128, False)
-        table = compile_mask("causal", 128 * rows).by_query
-        numbers = torch.zeros(128 * rows, dtype=torch.int32)
-        records = repack.find_rows(layout, table, rows, tokens, 128, (numbers, numbers), True, False)
-        tiles = [torch.zeros(count, 128, dtype=torch.int32) for count in (tokens, documents)]
-        repack.fill_rows(layout, records, table, tiles, tiles, 64, tokens, 128, True)
-        for dim in LENGTHS:
+def packed() -> None:
+    for documents, tokens, rows in product(LENGTHS, repeat=3):
+        launches.packed(documents, tokens, rows, same=False)
+        index = torch.zeros(rows, dtype=torch.int32)
+        for heads, dim in product((1, 16, 3), LENGTHS):
             source = torch.zeros(rows, heads, dim)
-            moved_rows.take_rows_into(source, numbers[:rows], 0.0, torch.zeros_like(source))
-        splits.split_rows(table[:3], table[:3], 0, 0, 64, 16 * tokens)
-        runs = torch.zeros(2, tokens, dtype=torch.int32)
-        spans.fill_spans(layout, runs, rows, tokens, tokens, 64, 64, 128)
-        document_blocks.fill_document_blocks(layout, runs, rows, tokens, 64, 64, 128)
+            moved_rows.take_rows_into(source, index, 0.0, torch.zeros_like(source))
 
 
-def choice_calls() -> None:
-    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2), HEADS, LENGTHS, LENGTHS):
-        q, k, *_ = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
-        means, scores = torch.zeros(batch, kv_heads, kv_len // 16, 64), torch.zeros(batch, heads, q_len, -(-kv_len // 16))
-        asked = BlockChoice(heads, 4, 1, 16, q_len, kv_len)
-        for source, keys, kind in ((q, means, "mean"), (q, k, "max"), (scores, None, "given")):
-            pick_blocks.pick_blocks(source, keys, kind, asked)
-        for compressed in (1, 16, 33):
-            keys, compression = torch.zeros(batch, kv_heads, compressed, 64, dtype=q.dtype), pick_blocks.Compressed(16, 16, None)
-            pick_blocks.pick_blocks(q, keys, "softmax", asked, compression=compression)
+def merges() -> None:
+    for heads, tokens, dim in product((1, 16, 3), (32, 66), (16, 33)):
+        launches.merges(torch.float32, dim, True, heads, tokens)
 
 
-def chooser_calls() -> None:
-    for batch, (heads, kv_heads), q_len, kv_len, causal in product((1, 2), HEADS, (1, 16, 2049), (1, 16, 2049), (False, True)):
-        q, k, *_ = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
-        grid = BlockGrid(q_len, kv_len, 64)
-        bounds = torch.zeros(batch, 3, dtype=torch.int32) if causal else None
-        for chooser in (Sampled(8, floor=0.1), Antidiagonal(8, floor=0.1), Pooled(floor=0.1)):
-            of = replace(chooser.compared_features(Content(q, k, grid, causal, 1.0)), bounds=bounds)
+def choices() -> None:
+    for shape in shapes(LENGTHS):
+        for kind in ("mean", "max", "given"):
+            launches.choice(shape, kind, 16, 4)
+        for compressed in LENGTHS:
+            launches.choice(shape, "softmax", 16, 4, compressed=compressed)
+
+
+def choosers() -> None:
+    for shape, causal in product(shapes((1, 16, 2049)), (False, True)):
+        bounds = torch.zeros(shape.batch, 3, dtype=torch.int32) if causal else None
+        for chooser in (Sampled(8, floor=0.1, block=64), Antidiagonal(8, floor=0.1, block=64), Pooled(floor=0.1, block=64)):
+            features, grid = launches.features_of(shape, chooser, causal)
             for low in {0, grid.q_blocks - 1}:
-                options = low, grid.q_blocks, causal, heads > kv_heads
-                scores = log_sums.scores_of_blocks(of, grid.kv_blocks, *options)
+                of = replace(features, bounds=bounds), grid.kv_blocks, low, grid.q_blocks
+                scores = log_sums.scores_of_blocks(*of, causal, shape.heads > shape.kv_heads)
+                if not isinstance(chooser, Pooled):
+                    log_sums.scores_of_blocks(*of, causal, False, hopper_log_sums.log_sums)
         words, counts = torch.zeros(grid.q_blocks, -(-grid.kv_blocks // 32), dtype=torch.int32), torch.zeros(grid.q_blocks).int()
-        bits = torch.zeros(batch, heads, *words.shape, dtype=torch.int32)
+        bits = torch.zeros(shape.batch, shape.heads, *words.shape, dtype=torch.int32)
         for rule in ("keep", "mass", "floor", "relative", "budget"):
             rules.apply_rule(scores, words, words, counts, bits, 0, rule, 0.5)
-        table = compile_mask("causal", q_len, kv_len, 64)
-        for maps, by_key in product((bits.flatten(0, 1), torch.zeros(batch * heads, *grid.shape, dtype=torch.bool)), (False, True)):
+        table = compile_mask("causal", shape.q_len, shape.kv_len, 64)
+        whole = torch.zeros(shape.batch * shape.heads, *grid.shape, dtype=torch.bool)
+        for maps, by_key in product((bits.flatten(0, 1), whole), (False, True)):
             select.select_entries(maps, table.by_key if by_key else table.by_query, by_key, grid.shape, 2048)
 
 
-def selection_calls() -> None:
-    always = {(q_len, kv_len): compile_mask("sinks(4)", q_len, kv_len, 32) for q_len, kv_len in product(LENGTHS, LENGTHS)}
-    # Many turns, each with launches of its own.
+def selections() -> None:
+    # Many rounds, each with launches of its own.
     with mock.patch.object(division, "WORKSPACE", 1 << 10):
-        for batch, (heads, kv_heads), (q_len, kv_len), beside in product((1, 2), HEADS, always, (False, True)):
-            q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
-            picks = torch.zeros(batch, kv_heads, q_len, 3, dtype=torch.int32)
-            selection = sf.BlockSelection(picks, q_len, kv_len, 64, always=always[q_len, kv_len] if beside else None)
-            for parts_kernel, gathering in ((None, None), (selection_hopper_forward.picked_parts, selection_hopper_backward)):
-                selection_triton.forward(q, k, v, selection, 1.0, parts_kernel=parts_kernel)
-                selection_triton.backward(QueryRows(q, q, None, q, lse), k, v, selection, 1.0, gathering=gathering)
+        for shape in shapes(LENGTHS):
+            for always in (None, compile_mask("sinks(4)", shape.q_len, shape.kv_len, 32)):
+                launches.selected_attention(shape, 3, 64, always=always)
+    for shape, page, e4m3, splits in product(shapes(LENGTHS), (0, 16), (False, True), (1, 2)):
+        launches.selected_decoding(shape, 3, 64, page, e4m3, splits)
 
 
-def picked_decoding_calls() -> None:
-    for batch, (heads, kv_heads), q_len, kv_len, paged in product((1, 2), HEADS, LENGTHS, LENGTHS, (False, True)):
-        q, k, v, _ = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
-        picks, lens = torch.zeros(batch, kv_heads, q_len, 3, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-        options = {"kv_lens": lens, "block_table": torch.zeros(batch, 3, dtype=torch.int32)} if paged else {}
-        if paged:
-            k, v = (torch.zeros(kv_len, kv_heads, 16, 64, dtype=q.dtype) for _ in range(2))
-        eighths = torch.zeros_like(k, dtype=torch.float8_e4m3fn)
-        scales = dict.fromkeys(("k_scale", "v_scale"), torch.zeros(*k.shape[:2], 1).expand(k.shape[:3]))
-        for programs in (1, 2):
-            selection_decode.selection_decode(q, k, v, picks, 64, 1, 1.0, splits=programs, **options)
-            selection_decode.selection_decode(q, eighths, eighths, picks, 64, 1, 1.0, splits=programs, **options, **scales)
-
-
-def main() -> None:
-    kernels = defaultdict(list)
-    for module in MODULES:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, JITFunction) and name.endswith("_kernel"):
-                setattr(module, name, Kernel(value))
-                kernels[f"{module.__name__.removeprefix('sparse_flash.kernels.')}.{name}"] = getattr(module, name)
-    not_capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
-    one_stream = mock.patch.object(descriptors, "raw_stream", lambda device: 0)
-    with mock.patch.object(launch, "keep_for_replay", lambda *_: None), not_capturing, one_stream:
-        portable_calls()
-        hopper_calls()
+def count() -> None:
+    with launches.replaced(Counted) as kernels:
+        portable()
+        hopper()
         masks_of.cache_clear()
         compile_mask.cache_clear()
         with heavy_rows_split():
-            hopper_calls()
-        packed_calls()
-        choice_calls()
-        chooser_calls()
-        selection_calls()
-        picked_decoding_calls()
-        with mock.patch.object(launch, "can_address_tiles", lambda device: False):
-            portable_calls()
+            hopper()
+        packed()
+        merges()
+        choices()
+        choosers()
+        selections()
+        with mock.patch.object(launches.launch, "can_address_tiles", lambda device: False):
+            portable()
     for name, kernel in kernels.items():
         print(json.dumps({"kernel": name, "compiled": kernel.compiled, "again": kernel.again, "wrong": sorted(kernel.wrong)}))
 
 
+def read(said: dict, one: Launch) -> None:
+    """Has Triton's front end read a kernel."""
+    options, signature, constants, attributes = one.code(BACKEND)
+    of_kernel, code = said.setdefault(one.name, {}), f"{signature} {constants} {attributes}"
+    if code in of_kernel:
+        return
+    context = ir.context()
+    ir.load_dialects(context)
+    BACKEND.load_dialects(context)
+    of_kernel[code] = None
+    try:
+        beside = BACKEND.get_codegen_implementation(options), BACKEND.get_module_map()
+        ASTSource(one.kernel, signature, constants, attributes).make_ir(SM90, options, *beside, context)
+    except Exception as error:
+        while error.__cause__:
+            error = error.__cause__
+        of_kernel[code] = str(error)
+
+
+def read_where_lengths_are_1() -> None:
+    said: dict[str, dict[str, str | None]] = {}
+    with launches.replaced(lambda kernel: launches.Taken(kernel, partial(read, said)), by_pointers=True):
+        for q_len, kv_len in ((1, 1), (1, 33), (33, 1)):
+            shape = Shape(1, 1, 1, q_len, kv_len, dim=8)  # 16 bytes, which is the unit of strides
+            calls = list(product(masks_of(1, q_len, kv_len, 64)[:2], ("", VARIANT)))
+            for mask, names in calls if q_len == kv_len else (calls[0], calls[-1]):
+                launches.portable_attention(shape, mask, variant_of(names, heads=1))
+            launches.decoding(shape, kv_lens=torch.ones(1, dtype=torch.int32), causal=True, splits=2)
+            for always in (None, sf.compile_mask("sinks(4)", q_len, kv_len, 32)):
+                launches.selected_attention(shape, 3, 64, always=always, hopper=(False,))
+    for kernel, of_code in said.items():
+        print(json.dumps({"kernel": kernel, "codes": len(of_code), "refused": sorted(filter(None, of_code.values()))}))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    read_where_lengths_are_1() if "ones" in sys.argv else count()

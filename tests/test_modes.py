@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import ENTRIES, Call, Sizes
+from calls import ENTRIES, Call, Sizes, assert_right
 from oracle import DEVICE, LAYOUTS, no_host_synchronization
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
@@ -36,6 +36,7 @@ LACKS = (
     ("no-batch", "blocks block_sparse_call decode_in_pages model", "a batch has one entry at least"),
     ("vmap", "decode_selection", "on a CPU it is made of PyTorch's operations, which vmap takes"),
     ("no-q_len", "model", "Transformers reads the last position"),
+    ("graph", "model", "Transformers and the layer look for packed sequences in position_ids, on the host"),
 )
 
 
@@ -51,9 +52,9 @@ def make(entry: str, mode: str = "", **sizes) -> Call:
     return ENTRIES[entry](replace(SIZES, **sizes))
 
 
-def assert_same(ours, wanted, exact: bool = DEVICE == "cpu") -> None:
-    """exact: on a GPU some gradients are summed in any order."""
-    close = {"rtol": 0, "atol": 0} if exact else {"rtol": 2e-2, "atol": 2e-2}
+def assert_same(ours, wanted) -> None:
+    """Bit for bit on a CPU. On a GPU some gradients are summed in any order, and calls without gradients run other kernels."""
+    close = {"rtol": 0, "atol": 0} if DEVICE == "cpu" else {"rtol": 2e-2, "atol": 2e-2}
     for mine, right in zip(ours, wanted, strict=True):
         torch.testing.assert_close(mine, right, **close)
 
@@ -72,7 +73,7 @@ def test_compiled_code_gives_what_eager_code_gives_in_one_graph(entry):
 def test_calls_compile_under_a_default_device(entry):
     call = make(entry, "compiled")
     with torch.device(DEVICE):  # within which PyTorch cannot trace all of its functions
-        assert_same(call.outcome(torch.compile(call.run, fullgraph=True, backend="aot_eager")), call.outcome())
+        assert_same(call.outcome(torch.compile(call.run, fullgraph=True, backend="eager")), call.outcome())
 
 
 class Operators(TorchDispatchMode):
@@ -90,12 +91,23 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+CHECKED: set[tuple] = set()  # operators, with the kinds of their arguments
+
+
+def kind_of(argument):
+    return (argument.dtype, argument.dim()) if isinstance(argument, torch.Tensor) else type(argument)
+
+
 @every_entry
 def test_operators_pass_opcheck(entry):
     with Operators() as operators:
         make(entry).outcome()
     assert operators.seen
     for operator, (args, kwargs) in operators.seen.items():
+        kinds = operator, str(tree_map(kind_of, (args, kwargs)))
+        if kinds in CHECKED:
+            continue
+        CHECKED.add(kinds)
         checks = ["test_autograd_registration", "test_faketensor"]
         if DEVICE == "cpu":  # on a GPU, the unused part of a table holds arbitrary values
             checks.append("test_aot_dispatch_dynamic")
@@ -157,10 +169,7 @@ def test_only_the_inputs_that_ask_get_gradients(entry):
 @every_entry
 @pytest.mark.parametrize("missing", ["batch", "q_len", "kv_len"])
 def test_empty_tensors_have_empty_results_and_gradients_of_zero(entry, missing):
-    call = make(entry, f"no-{missing}", **{missing: 0})
-    ours, wanted = call.outcome(), call.defined()
-    for mine, right in zip(ours, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), right.double(), rtol=1e-2, atol=1e-3)
+    assert_right(make(entry, f"no-{missing}", **{missing: 0}), "auto")
 
 
 @every_entry
@@ -176,7 +185,7 @@ def test_inference_mode_changes_no_result(entry):
     sf.clear_caches()
     with torch.inference_mode():
         inside = call()
-    assert_same(inside, call.outcome()[: len(inside)], exact=True)  # with tables that were made within
+    assert_same(inside, call.outcome()[: len(inside)])  # with tables that were made within
 
 
 @every_entry

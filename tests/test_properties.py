@@ -37,6 +37,9 @@ every_backend = parametrize("backend", BACKENDS)
 OF_AUTO = ("flash_attn_call", "pytorch_call", "model")  # which take no back end
 CASES = [(entry, backend) for entry in ENTRIES for backend in (("auto",) if entry in OF_AUTO else BACKENDS)]
 every_call = parametrize("entry, backend", CASES)
+# Triton's interpreter takes seconds, so on a CPU each of its kernels is seen in one entry, and in all by their definitions.
+OF_KERNELS = ("attention_with_terms", "varlen", "decode_in_pages", "decode_in_eight_bits", "selection", "decode_selection")
+each_kernel = parametrize("entry, backend", [case for case in CASES if not is_interpreted(case[1]) or case[0] in OF_KERNELS])
 # Which take deterministic=True; and whose out lies in memory as q does.
 TOLD = ("attention", "attention_under_a_table", "attention_with_terms", "context_parallel", "varlen", "varlen_in_place")
 KEEP_ORDER = (*TOLD[:3], "decode", "decode_in_pages", "topk", "choose", "blocks")
@@ -84,6 +87,8 @@ def drawn_sizes(draw, entry: str, backend: str) -> Sizes:
         sizes = replace(sizes, lens=lens, kv_len=max(1, *lens), page=draw(st.sampled_from([None, 1, 16, 64])))
     if entry == "pytorch_call":
         sizes = replace(sizes, kv_len=q_len)
+    if entry == "context_parallel" and is_interpreted(backend):
+        sizes = replace(sizes, block_size=16)  # of which each rank has whole ones
     return replace(sizes, dtype=torch.float32) if entry == "model" else sizes
 
 
@@ -128,7 +133,8 @@ ROWS = [
 @every_backend
 @parametrize("row", ROWS, ids=name_of)
 def test_every_size_type_and_order_is_right(row, backend):
-    sizes = sizes_for(backend, **{"spec": LOCAL, "heads": 2} | row)
+    usual = {"batch": 1, "heads": row.get("kv_heads", 1), "kv_heads": 1} if is_interpreted(backend) else {"heads": 2}
+    sizes = sizes_for(backend, **{"spec": LOCAL} | usual | row)
     with unless_refused():
         assert_right(attention_under_a_table(sizes), backend, keeps_order=True)
 
@@ -159,7 +165,8 @@ TERM_ROWS = {
 @parametrize("row", TERM_ROWS)
 def test_each_term_is_as_it_is_defined(row, backend):
     terms, changed = TERM_ROWS[row]
-    usual = {"spec": "causal", "q_len": 70, "kv_len": 90, "heads": 2, "kv_heads": 1}
+    lengths = {"q_len": 40, "kv_len": 50} if is_interpreted(backend) else {"q_len": 70, "kv_len": 90}
+    usual = {"spec": "causal", "heads": 2, "kv_heads": 1, **lengths}
     sizes = sizes_for(backend, terms=terms, **usual | changed)
     with unless_refused():
         assert_right(attention_with_terms(sizes), backend, keeps_order=True)
@@ -203,7 +210,7 @@ def flipped(t: torch.Tensor, learned: bool = False) -> torch.Tensor:
     return t.flip(0) if learned and t.dim() < 3 else t.flip(1) if t.dim() > 2 else t
 
 
-@every_call
+@each_kernel
 def test_heads_in_another_order_give_results_in_that_order(entry, backend):
     if entry in ("layer", "model"):
         pytest.skip("its heads share their input")
@@ -230,7 +237,7 @@ def test_what_other_documents_hold_decides_nothing(entry, backend):
                 torch.testing.assert_close(mine[some], right[some], rtol=1e-5, atol=1e-5)
 
 
-@every_call
+@each_kernel
 def test_what_padding_holds_decides_nothing(entry, backend):
     call = made(entry, sizes_for(backend, terms=("lengths", "bias", "sinks"), lens=(20, 9, 5) if "varlen" in entry else None))
     if not call.hidden:
@@ -267,7 +274,7 @@ def test_parts_of_the_keys_merged_by_lse_are_the_whole(spec, backend):
 NOT_DIFFERENTIATED = ("decode", "decode_in_pages", "decode_in_eight_bits", "decode_selection", "model")
 
 
-@every_call
+@each_kernel
 def test_what_is_deterministic_repeats_bit_for_bit(entry, backend):
     sizes = sizes_for(backend, deterministic=True, terms=("kv_lens", "softcap", "dropout", "sinks"))
     with unless_refused():
@@ -288,9 +295,9 @@ def test_gradients_are_finite_differences(entry, backend):
         assert torch.autograd.gradcheck(finite, leaves, fast_mode=True)
 
 
-@every_call
+@each_kernel
 def test_what_queries_that_keep_nothing_receive_reaches_no_gradient(entry, backend):
-    """Of lse. Of out too where operations of PyTorch compute it: kernels multiply it by weights of 0."""
+    """Neither by lse, nor by out where PyTorch's operations compute it: kernels multiply it by weights of 0."""
     if entry in (*NOT_DIFFERENTIATED, "context_parallel", "layer", "pytorch_call", "block_sparse_call", "selection_masses"):
         pytest.skip("it has no gradient, or no lse, or no such queries")
     of_documents = {"lens": (20, 0, 9)} if "varlen" in entry else {"block_size": 16, "terms": ("kv_lens of nothing", "bias")}
@@ -301,14 +308,15 @@ def test_what_queries_that_keep_nothing_receive_reaches_no_gradient(entry, backe
     empty, ones = lse.isneginf(), [torch.ones_like(out), torch.ones_like(lse)]
     wanted = torch.autograd.grad((out, lse), leaves, ones, retain_graph=True)
     ones[1] = ones[1].masked_fill(empty, float("nan"))
-    if backend not in ("triton", "hopper"):
+    if backend not in ("triton", "hopper") and (backend, DEVICE) != ("auto", "cuda"):
         ones[0] = ones[0].masked_fill(empty[..., None], float("nan"))
-    grads = torch.autograd.grad((out, lse), leaves, ones)
-    assert empty.any() and all(map(torch.equal, grads, wanted))
+    rounding = 0.0 if DEVICE == "cpu" else 1e-4  # a GPU adds in any order
+    assert empty.any()
+    torch.testing.assert_close(torch.autograd.grad((out, lse), leaves, ones), wanted, rtol=rounding, atol=rounding)
 
 
 @every_backend
-@parametrize("entry", ["attention", "attention_with_terms", "selection"])
+@parametrize("entry", ["attention_with_terms", "selection"])
 def test_expanded_cotangents_are_as_good_as_whole_ones(entry, backend):
     call = made(entry, sizes_for(backend, deterministic=True, terms=("kv_lens", "sinks")))
     leaves = [t.detach().requires_grad_() for t in call.inputs]

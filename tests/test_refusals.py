@@ -42,7 +42,7 @@ def called_layer(x, cache=None, under=None, **options):
 
 def called_plan(mask, q_len, q, k, v, mesh=None, heads=None, **options):
     """The attention of a plan of one rank."""
-    mesh = one_rank() if mesh is None else mesh
+    mesh = one_rank("cpu") if mesh is None else mesh
     try:
         plan = sf.context_parallel(mask, q_len, mesh, heads=heads)
     finally:
@@ -148,6 +148,16 @@ def row(calls, error, message, /, **change):
     return [(call, change, error, message) for call in (calls.split() if isinstance(calls, str) else [calls])]
 
 
+def each(calls, error, message, /, **values):
+    """A row for each of the values of an argument. {} in the message stands for the value, {type} for the name of its type."""
+    ((name, values),) = values.items()
+    rows = []
+    for value in values:
+        said = message.replace("{type}", type(value).__name__).replace("{}", re.escape(str(value)))
+        rows += row(calls, error, said, **{name: value})
+    return rows
+
+
 def unexpected(call, keyword, message):
     return row(call, T, rf"unexpected keyword argument '{keyword}'; .*{re.escape(message)}", **{keyword: None})
 
@@ -222,28 +232,19 @@ TABLES = (
     row("pytorch_call", V, "got a nested tensor.*go to sparse_flash.attention_varlen",
         **dict.fromkeys(("query", "key", "value"), torch.nested.nested_tensor([Q[0]]))),
     # Numbers and back ends.
-    row("attention decode", V, "scale must be positive and finite; got 0.0", scale=0.0),
-    row("attention choose varlen selection", V, "scale must be positive and finite; got -1.0", scale=-1.0),
-    row("attention", V, "scale must be positive and finite; got nan", scale=NAN),
-    row("attention choose", T, "scale must be a number; got str", scale="x"),
-    row("attention", T, "scale must be a number; got bool", scale=True),
+    each("attention choose decode varlen selection", V, "scale must be positive and finite; got {}", scale=(0.0, -1.0, NAN)),
+    each("attention choose", T, "scale must be a number; got {type}", scale=("x", True)),
     row("attention", T, r"scale must be a number; got float32; use .item\(\)", scale=np.float32(0.5)),
-    row("attention", V, r"dropout_p must be in \[0, 1\); got -0.1", dropout_p=-0.1),
-    row("attention layer", V, r"dropout_p must be in \[0, 1\); got 1.0", dropout_p=1.0),
-    row("attention", V, r"dropout_p must be in \[0, 1\); got 1.5", dropout_p=1.5),
-    *(row("attention", T, r"dropout_p must be a number, .*; got Tensor; use .item\(\)", dropout_p=p) for p in (ones(()), zeros(2))),
+    each("attention layer", V, r"dropout_p must be in \[0, 1\); got {}", dropout_p=(-0.1, 1.0, 1.5)),
+    each("attention", T, r"dropout_p must be a number, .*; got {type}; use .item\(\)", dropout_p=(ones(()), zeros(2))),
     row("attention", T, "dropout_p must be a number, .*; got str", dropout_p=""),
     row("pytorch_call", V, "dropout_p", dropout_p=1.0),
-    row("attention", V, "softcap must be positive and finite; got 0.0; None is for no cap", softcap=0.0),
-    row("attention", V, "softcap must be positive and finite; got inf", softcap=float("inf")),
-    row("attention", T, "softcap must be a number, .*; got str", softcap="x"),
-    row("attention", T, "softcap must be a number, .*; got bool", softcap=True),
+    each("attention", V, "softcap must be positive and finite; got {}; None is for no cap", softcap=(0.0, float("inf"))),
+    each("attention", T, "softcap must be a number, .*; got {type}", softcap=("x", True)),
     row("attention", T, "deterministic must be True, False or None; got 'yes'; None follows", deterministic="yes"),
-    row("attention selection layer", T, "deterministic must be True, False or None; got 1", deterministic=1),
-    row("attention layer", T, "deterministic must be True, False or None; got 0", deterministic=0),
+    each("attention selection layer", T, "deterministic must be True, False or None; got {}", deterministic=(1, 0)),
     row("attention decode varlen selection layer model", V, "backend must be 'auto' or one of 'hopper', .* got 'no'", backend="no"),
-    row("attention selection", V, r"backend must be 'auto' or one of .*; got \['torch'\]", backend=["torch"]),
-    row("attention selection", V, "backend must be 'auto' or one of .*; got None", backend=None),
+    each("attention selection", V, "backend must be 'auto' or one of .*; got {}", backend=(["torch"], None)),
     row("attention", V, r"backend 'triton' cannot run this call: .*; pass backend='auto'",
         **dict.fromkeys("qkv", K.double()), backend="triton"),
     row("selection", V, "backend 'hopper' cannot run this call: ", backend="hopper"),
@@ -323,10 +324,10 @@ TABLES = (
     row("choose attention_choose", V, "kv_lens must be int32 or int64", kv_lens=torch.tensor([1.0, 2.0])),
     row("attention", V, "counts from the end of the", mask="causal & (pooled(keep=1) | last_tokens(4))", kv_lens=ints(9, 20)),
     row("varlen", T, r"cu_seqlens_q must be a tensor.*torch\.tensor", cu_seqlens_q=[0, 10]),
-    *(row("varlen", V, "cu_seqlens_q must be int32 or int64", cu_seqlens_q=ends) for ends in (zeros(3), ints(0))),
+    each("varlen", V, "cu_seqlens_q must be int32 or int64", cu_seqlens_q=(zeros(3), ints(0))),
     row("varlen", V, "of as many documents", cu_seqlens_k=ints(0, 3, 6, 10)),
     row("varlen", V, "pass cu_seqlens_k", q=P[:60]),
-    *(row("varlen", V, "max_seqlen_q must be", max_seqlen_q=most) for most in (2.5, True, torch.tensor(6), np.array([6, 6]))),
+    each("varlen", V, "max_seqlen_q must be", max_seqlen_q=(2.5, True, torch.tensor(6), np.array([6, 6]))),
     row("varlen", V, "max_seqlen_k must be", max_seqlen_k=-1),
     row("varlen", V, "a document of q has 40 tokens, more than max_seqlen_q=9", max_seqlen_q=9),
     *(row("varlen", V, "must start with 0, not decrease, and end with at most the 64 tokens of q",
@@ -390,13 +391,9 @@ TABLES = (
     # Blocks chosen by each query.
     row("topk_by_query", T, "topk_blocks needs q and k, or scores=", k=None),
     row("topk_by_query topk_of_documents", T, r"keep of a selection must be an int, how many blocks; got 0\.5", keep=0.5),
-    row("topk_by_query picks", V, "every must be 1 to 128 queries that share a choice; got 0", every=0),
-    row("topk_by_query", T, "every must be an int", every=True),
-    row("picks", V, "got 129", every=129),
-    row("picks", T, "every must be an int, .*; got float", every=1.0),
-    row("topk_by_query", V, "one of 16, 32, 64, 128, 256, 512 keys; got 48", block_size=48),
-    row("picks", V, "one of 16, 32, 64, 128, 256, 512 keys; got 100; try 64", block_size=100),
-    row("picks", V, "one of 16, 32, 64, 128, 256, 512 keys; got 64.0; try 64", block_size=64.0),
+    each("topk_by_query picks", V, "every must be 1 to 128 queries that share a choice; got {}", every=(0, 129)),
+    each("topk_by_query picks", T, "every must be an int, .*; got {type}", every=(True, 1.0)),
+    each("topk_by_query picks", V, "one of 16, 32, 64, 128, 256, 512 keys; got {}; try", block_size=(48, 100, 64.0)),
     row("topk_by_query", V, "a selection is causal; within is for every=None", within=None),
     row("topk_by_query", V, "score must be one of 'mean', 'max', 'softmax'; got 'median'; pass scores=", score="median"),
     row("topk_by_query", V, "q_len and kv_len follow from q and k", q_len=64),
@@ -535,13 +532,11 @@ TABLES = (
     row("blocks_from_bsr", V, "crow_indices must start with 0, not decrease, and end with at most 4", col_indices=COL[:-1]),
     row("blocks_from_bsr", V, "must start with 0", crow_indices=CROW + 1),
     row("blocks_from_bsr", V, "not decrease", crow_indices=ints(0, 3, 2, 5)),
-    row("compile", V, "q_len must be a positive integer number of tokens; got 0", q_len=0),
-    *(row("compile", V, f"q_len must be .*; got {tokens}", q_len=tokens) for tokens in (64.0, True)),
+    each("compile", V, "q_len must be a positive integer number of tokens; got {}", q_len=(0, 64.0, True)),
     row("compile", V, r"at most 2\^31 - 1 tokens; got 99,999,999,999", q_len=99_999_999_999),
     row("compile", V, r"at most 2\^31 - 1 tokens; got 2,147,483,648", kv_len=2**31),
     row("compile", V, "kv_len must be a positive integer number of tokens; got -1", kv_len=-1),
-    row("compile", V, r"power of two in 16\.\.256; got 48; try 128", block_size=48),
-    *(row("compile", V, rf"power of two in 16\.\.256; got {size}", block_size=size) for size in (8, 512, 64.0)),
+    each("compile", V, r"power of two in 16\.\.256; got {}; try", block_size=(48, 8, 512, 64.0)),
     row(of_heads, V, "got an empty list", masks=[]),
     row(of_heads, V, r"mask 0 has \(9, 9, 128\), mask 1 has \(8, 8, 128\)", masks=[compiled("causal", 9), compiled("causal", 8)]),
     row(of_heads, V, r"one head each; mask 1 has \(1, 2\)", masks=[compiled("causal", 9), of_heads(["causal", "full"], 9)]),
@@ -613,14 +608,11 @@ TABLES = (
     row("draw", V, "level must be one of auto, tokens, blocks, visited; got 'pairs'", level="pairs"),
     row("draw", T, "from_dense", mask=bools(3, 3)),
     row("draw explain", V, "must come with a pattern to compile; got a mask of 64 x 64 tokens; leave", mask=compiled("causal", 64)),
-    row("explain", V, "heads must be an integer of at least 1; got 0", heads=0),
-    row("explain", V, "got 4.5", heads=4.5),
+    each("explain bench", V, "heads must be an integer of at least 1; got {}", heads=(0, 4.5)),
     row("explain", V, "head_dim must be an integer of at least 1; got '64'", head_dim="64"),
-    row("explain", T, "dtype must be a torch.dtype, such as torch.bfloat16; got 'bf16'", dtype="bf16"),
+    row("explain bench", T, "dtype must be a torch.dtype, such as torch.bfloat16; got 'bf16'", dtype="bf16"),
     # The benchmark: mistakes are said before anything is measured.
-    row("bench", V, "heads must be an integer of at least 1; got 0", heads=0),
     row("bench", V, "heads must be a multiple of kv_heads; got 3 and 2", heads=3, kv_heads=2),
-    row("bench", T, "dtype must be a torch.dtype, such as torch.bfloat16; got 'fp32'", dtype="fp32"),
     row("bench", V, "masks must be patterns or spec texts; got none", masks=[]),
     row("bench", V, "the mask's heads must be q's, 2, or 1 for a mask of all; got 3", masks=[["causal"] * 3], heads=2),
     row("bench", V, r"neighborhood\(\(8, 8\), \(3, 3\)\) must name the 256 tokens", masks=["causal", "neighborhood((8, 8), 3)"]),
@@ -653,8 +645,7 @@ TABLES = (
     row("flash_attn_call", V, "compile it from a pattern that says these, such as", causal=True, mask=compiled("local(3)", 64)),
     row("flash_packed_softcap", V, "pattern of distances", mask="sinks(4)"),
     row("flash_cache", V, "pattern of distances", cache_leftpad=ints(0, 8), mask="sinks(4)"),
-    *(row("flash_attn_call flash_cache", V, r"window_size must be \(left, right\), .*; got ", window_size=window)
-      for window in (3, (3,), (1, 2, 3), "3", None)),
+    each("flash_attn_call flash_cache", V, r"must be \(left, right\), .*; got ", window_size=(3, (3,), (1, 2, 3), "3", None)),
     row(CAPPED, V, "cache_seqlens must be 0 to 15, .*; got -1 to -1", cache_seqlens=-1),
     row(CAPPED, V, "cache_seqlens must be 0 to 15, .*; got -2 to 3", cache_seqlens=ints(3, -2)),
     row(CAPPED, V, "cache_seqlens must be 0 to 15, for 1 new tokens in a capacity of 16; got 16 to 16", cache_seqlens=16),
@@ -725,9 +716,8 @@ TABLES = (
     row("model", V, "the mask of layer 0 must be of its 4 heads.*got one of 3", mask=of_heads(["causal"] * 3, 150)),
     row("model", T, "a mask must be a Pattern.*got int", mask={0: 3}),
     *(row("model", V, "bidirectional=True.*'full'", mask=mask, bidirectional=True) for mask in (None, "causal & local(4)")),
-    row("model", V, "dense_below must be a number of tokens, 0 or more; got '4k'", mask="causal & local(9)", dense_below="4k"),
-    row("model", V, "dense_below must be a number of tokens, 0 or more; got -1", mask=CHOOSER, dense_below=-1),
-    row("model", V, "dense_last must be a number of tokens, 0 or more; got True", mask=CHOOSER, dense_last=True),
+    each("model", V, "dense_below must be a number of tokens, 0 or more; got '?{}", dense_below=("4k", -1)),
+    each("model", V, "dense_last must be a number of tokens, 0 or more; got {}", dense_last=(True,)),
     row("model", V, r"dense_layers must name layers of the model, 0 to 1; got \[2\]", mask="causal & local(9)", dense_layers=[2]),
     row("model", V, r"dense_layers must name layers .*; got \[True\]", mask=CHOOSER, dense_layers=[True]),
     row("model", V, r"must stand before choosers: .*; write causal & \(sampled\(8, keep=2\)", mask="causal | sampled(8, keep=2)"),

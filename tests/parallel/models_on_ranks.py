@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from on_ranks import difference, mesh
+from on_ranks import difference, mesh, others_than
 from tiny_lm import SETTINGS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -99,36 +99,34 @@ def of_packed(given: str, compiled: bool) -> tuple[float, float] | str:
     return difference([loss], [wanted.loss.detach()]), difference([plan.unshard(out.logits, 1)], [wanted.logits.detach()])
 
 
-def refused_by_transformers() -> dict[str, str]:
-    """Returns the errors of models and calls that a plan does not fit, by name."""
+def refused_by_transformers() -> list[tuple[str, str]]:
+    """Models and calls that a plan does not fit are refused; see ``others_than``."""
     plans = sf.context_parallel(MASKS, TOKENS, mesh(), block_size=64)
     other = sf.context_parallel("causal", TOKENS, mesh(), block_size=64)
-    words = torch.zeros(1, TOKENS, dtype=torch.int64)
+    of_future = sf.context_parallel("local(64)", TOKENS, mesh(), block_size=64)
+    words, sequences = torch.zeros(1, TOKENS, dtype=torch.int64), torch.tensor([0, 60, TOKENS], dtype=torch.int32)
     window = transformers.MistralConfig(**config().to_diff_dict() | {"model_type": "mistral", "sliding_window": 100})
+    window = transformers.MistralForCausalLM(window)
     model = use_sparse_flash(transformers.LlamaForCausalLM(config()), plans)
-    tags = transformers.LlamaForTokenClassification(config())
-    mixtral = causal_model("mixtral", output_router_logits=True)
-    calls = {
-        "labels": lambda: use_sparse_flash(tags, plans)(words, labels=words),
-        "logits_to_keep": lambda: model(words, labels=words, logits_to_keep=1),
-        "cu_seq_lens_q": lambda: model(words, cu_seq_lens_q=torch.tensor([0, 60, TOKENS], dtype=torch.int32)),
-        "router": lambda: use_sparse_flash(mixtral, plans)(words),
-        "chunk": lambda: use_sparse_flash(causal_model("llama4_text", attention_chunk_size=100), plans)(words),
-        "padding": lambda: model(words, attention_mask=(torch.arange(TOKENS) < 400)[None]),
-        "cache": lambda: model(words, past_key_values=transformers.DynamicCache()),
-        "tokens": lambda: model(words[:, 1:]),
-        "window": lambda: use_sparse_flash(transformers.MistralForCausalLM(window), plans)(words),
-        "mixed": lambda: use_sparse_flash(model, {0: other, 1: "causal"}),
-        "two plans": lambda: use_sparse_flash(model, [plans[0], other]),
-        "future": lambda: use_sparse_flash(model, sf.context_parallel("local(64)", TOKENS, mesh(), block_size=64)),
-    }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except ValueError as error:
-            said[name] = str(error)
-    return said
+    tags = use_sparse_flash(transformers.LlamaForTokenClassification(config()), plans)
+    mixtral, chunked = causal_model("mixtral", output_router_logits=True), causal_model("llama4_text", attention_chunk_size=100)
+    strangers = "layers [1] do not share their tokens with layer 0"
+    calls = [
+        ("labels cannot be used with a plan", lambda: tags(words, labels=words)),
+        ("LlamaForTokenClassification", lambda: tags(words, labels=words)),
+        ("logits_to_keep cannot be used with a plan", lambda: model(words, labels=words, logits_to_keep=1)),
+        ("cu_seq_lens_q cannot be used with a plan", lambda: model(words, cu_seq_lens_q=sequences)),
+        ("config.output_router_logits cannot be used with a plan", lambda: use_sparse_flash(mixtral, plans)(words)),
+        ("past_key_values cannot be used with a plan", lambda: model(words, past_key_values=transformers.DynamicCache())),
+        ("attention_chunk_size", lambda: use_sparse_flash(chunked, plans)(words)),
+        ("leave attention_mask out", lambda: model(words, attention_mask=(torch.arange(TOKENS) < 400)[None])),
+        ("must hold the 500 tokens of the whole sequence; got shape (1, 499)", lambda: model(words[:, 1:])),
+        ("the layer's own mask is local(100), and a plan cannot be joined", lambda: use_sparse_flash(window, plans)(words)),
+        (strangers, lambda: use_sparse_flash(model, {0: other, 1: "causal"})),
+        (strangers, lambda: use_sparse_flash(model, [plans[0], other])),
+        ("the mask of layers [0, 1] must be within causal", lambda: use_sparse_flash(model, of_future)),
+    ]
+    return others_than(calls)
 
 
 PACKED = {"packed": True, "masks": ("causal & local(40)", "causal"), "length": 192}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+from collections.abc import Callable
 from functools import partial
 from unittest.mock import patch
 
@@ -133,28 +134,20 @@ def of_dtype(name: str, dtype: torch.dtype, **options) -> tuple[float, float]:
     return max(distances[0]), max(distances[1])
 
 
-def compared(name: str, strategy: str, **options) -> tuple[float, bool]:
-    """(the difference from one process, whether a second run gives the same bits)"""
-    plan = plan_of(name, strategy, **options)
-    with poisoned_memory():
-        once, again = (together(plan, inputs(name), deterministic=True) for _ in range(2))
-    same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
-    return difference(once, of_one_process(name)), same
-
-
-# Kernels of float32 take three times as long to compile, and each case needs a few.
+# Kernels of float32 take three times as long to compile, and each case with dropout needs a few.
 DROPPED = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
-def dropped(name: str, strategy: str, dtype: torch.dtype = DROPPED, **options) -> tuple[float, bool]:
-    """Does as ``compared``, with dropout; the generators of the other ranks are in another state than the first's."""
-    plan, found = plan_of(name, strategy, **options), []
+def compared(name: str, strategy: str, dropout_p: float = 0.0, **options) -> tuple[float, bool]:
+    """(the difference from one process, whether a second run gives the same bits). Each rank's generator is in another state; the
+    first's decides what is dropped."""
+    plan, dtype, found = plan_of(name, strategy, **options), DROPPED if dropout_p else torch.float32, []
     for _ in range(2):
         torch.manual_seed(SEED + 100 * dist.get_rank())
         with poisoned_memory():
-            found.append(together(plan, inputs(name, dtype=dtype), deterministic=True, dropout_p=0.2))
+            found.append(together(plan, inputs(name, dtype=dtype), deterministic=True, dropout_p=dropout_p))
     same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return difference(found[0], of_one_process(name, 0.2, dtype)), same
+    return difference(found[0], of_one_process(name, dropout_p, dtype)), same
 
 
 def varied(strategy: str) -> tuple[float, float]:
@@ -343,39 +336,49 @@ def error_of(call) -> str:
     return ""
 
 
+def others_than(calls: list[tuple[str, Callable]]) -> list[tuple[str, str]]:
+    """(text, error) of the calls whose error has not the text that stands before them."""
+    said = [(text, error_of(call)) for text, call in calls]
+    return [(text, error) for text, error in said if text not in error]
+
+
 def refused(by_rank: dict[int, dict[str, object]]) -> str:
     """The error of a plan for which some ranks pass other arguments."""
     given = {"mask": "causal", "q_len": 1000, "mesh": mesh(), "block_size": 64} | by_rank.get(dist.get_rank(), {})
     return error_of(lambda: sf.context_parallel(**given))
 
 
-def refused_calls() -> dict[str, str]:
-    """Returns a plan's errors for calls that it cannot make, by name."""
+def refused_calls() -> list[tuple[str, str]]:
+    """Calls that a plan cannot make are refused; see ``others_than``."""
     plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
     q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
     layer = sf.SparseAttention(16, 2, plan)
     of_heads = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, strategy="heads")
     chosen = sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, every=1)
-    calls = {
-        "mesh": lambda: sf.context_parallel("causal", 1000, init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("dp", "cp"))),
-        "softcap": lambda: plan.attention(q, k, v, softcap=1.0),
-        "select": lambda: plan.attention(q, k, v, select=chosen),
-        "choice": lambda: of_heads.attention(q, k, v, select=lambda q, k: q),
-        "selected dropout": lambda: of_heads.attention(q, k, v, select=chosen, dropout_p=0.1),
-        "dropout": lambda: plan.attention(q, k, v, dropout_p=1.5),
-        "reference": lambda: plan.attention(q, k, v, backend="reference"),
-        "hopper": lambda: plan.attention(q, k, v, dropout_p=0.1, backend="hopper"),
-        "tokens": lambda: plan.attention(q[:, :, 1:], k, v),
-        "heads": lambda: plan.attention(k, k, v),
-        "shard": lambda: plan.shard(q, 2),
-        "list": lambda: plan.shard([0] * 1000, 0),
-        "pickled": lambda: torch.save(layer, io.BytesIO()),
-        "as a mask": lambda: sf.attention(q, k, v, plan),
-        "unshard": lambda: plan.unshard(q[:, :, 1:], 2),
-        "layer": lambda: layer(torch.zeros(1, 9, 16)),
-        "cache": lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16)),
-    }
-    return {name: error_of(call) for name, call in calls.items()} | {"explained": of_heads.explain() + plan.explain()}
+    both = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("dp", "cp"))
+    explained = of_heads.explain() + plan.explain()
+    assert all(text in explained for text in ("strategy 'heads'", "\nheads  ", "\nblocks  ", "MiB received"))
+    calls = [
+        ("mesh must have one dimension, all of whose", lambda: sf.context_parallel("causal", 1000, both)),
+        ("got 2 ('dp', 'cp'); name one", lambda: sf.context_parallel("causal", 1000, both)),
+        ("does not support softcap", lambda: plan.attention(q, k, v, softcap=1.0)),
+        ("this plan's strategy is 'blocks'; pass strategy='heads'", lambda: plan.attention(q, k, v, select=chosen)),
+        ("as topk_blocks does; got Tensor", lambda: of_heads.attention(q, k, v, select=lambda q, k: q)),
+        ("a BlockSelection does not take dropout_p", lambda: of_heads.attention(q, k, v, select=chosen, dropout_p=0.1)),
+        ("dropout_p must be in [0, 1); got 1.5", lambda: plan.attention(q, k, v, dropout_p=1.5)),
+        ("backend 'reference' needs all keys of a query in one call", lambda: plan.attention(q, k, v, backend="reference")),
+        ("does not support dropout of a part of a sequence", lambda: plan.attention(q, k, v, dropout_p=0.1, backend="hopper")),
+        ("q must hold the 512 tokens of this rank", lambda: plan.attention(q[:, :, 1:], k, v)),
+        ("4 query and 2 key heads; got 2 and 2", lambda: plan.attention(k, k, v)),
+        ("must hold the 1000 tokens of the whole sequence", lambda: plan.shard(q, 2)),
+        ("x must be a tensor of all 1000 tokens; got list", lambda: plan.shard([0] * 1000, 0)),
+        ("it cannot be pickled, nor can a layer or model that holds it; save a ", lambda: torch.save(layer, io.BytesIO())),
+        ("a ContextPlan is no mask: it attends itself; call plan.attention(q, k, v) on every", lambda: sf.attention(q, k, v, plan)),
+        ("must hold the 512 tokens of this rank", lambda: plan.unshard(q[:, :, 1:], 2)),
+        ("x must hold the 512 tokens of this rank; got 9", lambda: layer(torch.zeros(1, 9, 16))),
+        ("takes no cache", lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16))),
+    ]
+    return others_than(calls)
 
 
 BY_LAYER = ["causal", "causal & local(100)", "butterfly(block=64)", "causal & (local(100))", "causal"]

@@ -30,18 +30,7 @@ def test_positions_restart_only_with_the_documents_of_the_plan(pools, given, com
 
 
 def test_models_and_calls_that_a_plan_does_not_fit_are_refused_by_name(pools):
-    for said in pools(2).run(models_on_ranks.refused_by_transformers):
-        assert "leave attention_mask out" in said["padding"]
-        for name in ("past_key_values", "logits_to_keep", "cu_seq_lens_q", "config.output_router_logits"):
-            key = {"past_key_values": "cache", "config.output_router_logits": "router"}.get(name, name)
-            assert f"{name} cannot be used with a plan" in said[key]
-        assert "labels cannot be used with a plan" in said["labels"] and "LlamaForTokenClassification" in said["labels"]
-        assert "attention_chunk_size" in said["chunk"]
-        assert "must hold the 500 tokens of the whole sequence; got shape (1, 499)" in said["tokens"]
-        assert "the layer's own mask is local(100), and a plan cannot be joined with it" in said["window"]
-        assert "layers [1] do not share their tokens with layer 0" in said["mixed"]
-        assert "layers [1] do not share their tokens with layer 0" in said["two plans"]
-        assert "the mask of layers [0, 1] must be within causal" in said["future"]
+    assert pools(2).run(models_on_ranks.refused_by_transformers) == [[], []]
 
 
 @pytest.fixture(scope="module")

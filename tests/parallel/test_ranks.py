@@ -62,7 +62,7 @@ def test_blocks_chosen_by_queries_where_heads_are_exchanged_are_what_one_process
 def test_all_ranks_drop_what_one_process_drops_with_the_first_ranks_seed(pools, ranks, name, strategy, options):
     # With another seed, results are off by half of the largest or more.
     rounding = 1e-5 if on_ranks.DEVICE == "cpu" else 2e-2
-    for error, same in pools(ranks).run(on_ranks.dropped, name, strategy, **options):
+    for error, same in pools(ranks).run(on_ranks.compared, name, strategy, 0.2, **options):
         assert error < rounding and same
 
 
@@ -194,25 +194,7 @@ def test_unsuitable_arguments_are_refused_with_the_reason(pools, given, said):
 
 
 def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
-    for said in pools(2).run(on_ranks.refused_calls):
-        assert "one dimension" in said["mesh"] and "got 2 ('dp', 'cp'); name one" in said["mesh"]
-        assert "does not support softcap" in said["softcap"]
-        assert "this plan's strategy is 'blocks'; pass strategy='heads' to context_parallel" in said["select"]
-        assert "or a function of (q, k) that returns one, as topk_blocks does; got Tensor" in said["choice"]
-        assert "a BlockSelection does not take dropout_p" in said["selected dropout"]
-        assert "dropout_p must be in [0, 1); got 1.5" in said["dropout"]
-        assert "it does not support dropout of a part of a sequence" in said["hopper"]
-        assert "backend 'reference' needs all keys of a query in one call" in said["reference"]
-        assert "q must hold the 512 tokens of this rank" in said["tokens"]
-        assert "4 query and 2 key heads; got 2 and 2" in said["heads"]
-        assert "must hold the 1000 tokens of the whole sequence" in said["shard"]
-        assert "must hold the 512 tokens of this rank" in said["unshard"]
-        assert said["list"] == "x must be a tensor of all 1000 tokens; got list"
-        assert "cannot be pickled" in said["pickled"] and "save a state_dict" in said["pickled"]
-        assert said["as a mask"] == "a ContextPlan is no mask: it attends itself; call plan.attention(q, k, v) on every rank"
-        assert "x must hold the 512 tokens of this rank; got 9" in said["layer"]
-        assert "takes no cache" in said["cache"]
-        assert all(text in said["explained"] for text in ("strategy 'heads'", "\nheads  ", "\nblocks  ", "MiB received"))
+    assert pools(2).run(on_ranks.refused_calls) == [[], []]
 
 
 def test_documents_that_change_are_planned_meanwhile_and_compile_once(pools):

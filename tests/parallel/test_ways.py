@@ -3,9 +3,10 @@
 import json
 import subprocess
 import sys
+from unittest import mock
 
+import on_ranks
 import pytest
-import ways_on_ranks
 
 from sparse_flash.benchmarks import context
 from sparse_flash.benchmarks.baselines.context import WAYS
@@ -13,10 +14,17 @@ from sparse_flash.benchmarks.baselines.context import WAYS
 pytestmark = pytest.mark.ranks
 
 
+def measured(mask: str, names: list[str]) -> dict:
+    """On each rank."""
+    case = context.ContextCase("a mask", mask, tokens=512, heads=4, kv_heads=2, head_dim=16)
+    with mock.patch.object(context, "_LEAST", 1):
+        return context.run(case, names, on_ranks.mesh(), context.Effort(seconds=0.0))
+
+
 @pytest.mark.parametrize("mask", ["causal & local(100)", "global_tokens(64) | local(100)"])
 def test_each_strategy_gives_what_one_rank_gives(pools, mask):
     names = ["blocks, two calls", "blocks, one call", "heads", "auto", "queries"]
-    first, second = pools(2).run(ways_on_ranks.run, mask, names)
+    first, second = pools(2).run(measured, mask, names)
     assert first == second  # of the slowest rank, everywhere
     ran = {name: result for name, result in first["ways"].items() if "failed" not in result}
     assert ran.keys() >= set(names[:4]) and all(result["error"] < 1e-5 for result in ran.values())
@@ -28,7 +36,7 @@ def test_each_strategy_gives_what_one_rank_gives(pools, mask):
 
 
 def test_what_cannot_run_says_why(pools):
-    found = pools(3).run(ways_on_ranks.run, "butterfly", list(WAYS))[0]["ways"]
+    found = pools(3).run(measured, "butterfly", list(WAYS))[0]["ways"]
     why = {name: result.get("refused") or result.get("failed") for name, result in found.items()}
     assert (
         "3 ranks and 2 kv_heads" in why["heads"] and "3 ranks must divide the 2 key heads" in why["heads around FlashAttention-4"]
