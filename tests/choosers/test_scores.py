@@ -67,30 +67,6 @@ def test_scores_are_those_of_the_docstring_however_many_logits_are_held(
     np.testing.assert_allclose(found.cpu(), wanted, rtol=5 * near, atol=near)
 
 
-@settings(max_examples=50)
-@given(
-    chooser=chosen.drawn(chosen.COMPARING),
-    lengths=LENGTHS,
-    padding=st.tuples(st.integers(0, 200), st.integers(0, 200)),
-    causal=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_scores_of_a_sequence_do_not_depend_on_tokens_past_its_end(chooser, lengths, padding, causal, seed):
-    if causal:  # the last existing query is at the last existing key
-        lengths = lengths[0], lengths[0] + lengths[1] // 128 * 128
-    q, k = chosen.tensors(*lengths, batch=2, heads=2, kv_heads=1, seed=seed)
-    least = lengths[0] if causal else max(lengths)
-    q_ends, ends = ([max(1, length - min(one, least - 1)) for one in padding] for length in lengths)
-    found, _ = scores(chooser, content_of(chooser, q, k, causal, ends=ends, q_ends=q_ends))
-    for row, (end, q_end) in enumerate(zip(ends, q_ends, strict=True)):
-        wanted = chosen.scores_of(chooser, q[row, None, :, :q_end], k[row, None, :, :end], causal=causal)
-        alone = found[row, None, :, : wanted.shape[2], : wanted.shape[3]].cpu()
-        if chooser.name == "sampled" and causal:  # queries of the last block see more keys of that block
-            wanted, alone = wanted[:, :, :-1], alone[:, :, :-1]
-        np.testing.assert_allclose(alone, wanted, rtol=1e-4, atol=2e-5)
-        assert (found[row, :, : wanted.shape[2], -(-end // chooser.block_size) :] == 0).all()
-
-
 @dataclass(frozen=True)
 class Mine(sf.Chooser):
     """Scores by distance, whose result is not contiguous and not in float32."""

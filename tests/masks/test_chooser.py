@@ -114,11 +114,6 @@ def test_a_head_of_patterns_alone_must_have_the_limits_of_the_others():
     within = sf.causal() & sf.documents([0, 50, 99])
     always = [None, sf.local(9), sf.full(), sf.sinks(3) & sf.local(9)]
     assert [(one.within, one.always) for one in choices_of(text)] == [(within, one) for one in always]
-    for other in ("causal", "local(9)", "causal & local(9)"):
-        with pytest.raises(ValueError, match="must have the same pattern before their chooser"):
-            choices_of(sf.per_head([within & POOLED, other]))
-    with pytest.raises(ValueError, match="must have the same pattern before their chooser"):
-        choices_of("per_head([pooled(keep=2), causal & local(9)])")  # whose blocks would not be causal
 
 
 @parametrize("name", chosen.BUILT_IN)
@@ -165,6 +160,8 @@ def test_fields_out_of_range_are_refused(name, options, error, message):
         ("per_head([pooled(keep=1, block=64), pooled(keep=2)])", "must have one block"),
         ("per_head([causal & pooled(keep=1), pooled(keep=2)])", "all heads of .* must have the same pattern before their chooser"),
         ("per_head([causal & pooled(keep=1), sinks(2)])", "all heads of .* must have the same pattern before their chooser"),
+        ("per_head([pooled(keep=2), causal & local(9)])", "must have the same pattern before their chooser"),  # not causal blocks
+        ("per_head([causal & local(8) & pooled(keep=1), causal & local(9)])", "must have the same pattern before their chooser"),
         ("per_head([pooled(keep=1), pooled(budget=0.5)])", "compete for a budget, so all must have one chooser; use keep="),
         ("antidiagonal(0, keep=1)", "antidiagonal: .* got 0"),
         ("antidiagonal(48, keep=1)", "antidiagonal: .* got 48"),

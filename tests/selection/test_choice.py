@@ -184,30 +184,40 @@ def test_what_is_always_kept_comes_on_top_to_the_token():
     assert torch.equal(more.to_dense(), plain.to_dense() | always)
 
 
+# every, q_len, kv_len, keep, heads, tokens of documents, of which each begins at a block of its own
+OF_KEYS = [
+    (1, 50, 50, 3, (2, 2), None),
+    (3, 60, 100, 1, (2, 1), None),
+    (40, 100, 70, 6, (3, 1), None),
+    (1, 5, 130, 6, (4, 2), None),
+    (1, 60, 96, 3, (4, 2), (15, 20, 25)),
+]
+
+
 @needs_triton
 @parametrize("kind", ["mean", "max", "given"])
-@parametrize(
-    "every, q_len, kv_len, keep, heads",
-    [(1, 50, 50, 3, (2, 2)), (3, 60, 100, 1, (2, 1)), (40, 100, 70, 6, (3, 1)), (1, 5, 130, 6, (4, 2))],
-)
-def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, heads, poison):
+@parametrize("every, q_len, kv_len, keep, heads, documents", OF_KEYS)
+def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, heads, documents, poison):
     from sparse_flash.kernels.common.config import Config
     from sparse_flash.kernels.selection.pick_blocks import pick_blocks
 
-    batch = 2 if every > 1 else 1
+    batch, bounds = 2 if every > 1 else 1, None
+    if documents:  # the first block of each query's document, and its own
+        first = torch.arange(len(documents)).mul(2).repeat_interleave(torch.tensor(documents))
+        own = first + torch.cat([torch.arange(tokens) for tokens in documents]) // 16
+        bounds = torch.stack([first, own], 1).int().to(DEVICE)
     q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
-    sizes = keep, every, 16, q_len, kv_len
-    config = Config(16, 16, 1, 1)
+    sizes, config = (keep, every, 16, q_len, kv_len), Config(16, 16, 1, 1)
     if kind == "given":
         scores = whole_numbers(batch, 2, -(-q_len // every), -(-kv_len // 16))
         scores[0, 0, :, 0], scores[0, 1, :, 0] = float("-inf"), float("nan")
-        wanted = choice.choose_by_scores(scores, keep, every, 16, q_len, kv_len)
-        assert torch.equal(pick_blocks(scores, None, kind, choice.BlockChoice(2, *sizes), config), wanted)
+        wanted = choice.choose_by_scores(scores, keep, every, 16, q_len, kv_len, bounds)
+        assert torch.equal(pick_blocks(scores, None, kind, choice.BlockChoice(2, *sizes, bounds), config), wanted)
         return
     keys = choice.block_means(k[:, :, : kv_len // 16 * 16], 16) if kind == "mean" else k
     for share_group in (False, True):
-        wanted = choice.choose_by_keys(q, k, keep, every, 16, share_group, kind)
-        assert torch.equal(pick_blocks(q, keys, kind, choice.BlockChoice(wanted.shape[1], *sizes), config), wanted)
+        wanted = choice.choose_by_keys(q, k, keep, every, 16, share_group, kind, bounds)
+        assert torch.equal(pick_blocks(q, keys, kind, choice.BlockChoice(wanted.shape[1], *sizes, bounds), config), wanted)
 
 
 OF_COMPRESSED = [(1, 35, 130, 3, (4, 2)), (3, 60, 100, 1, (2, 1)), (1, 45, 40, 4, (3, 1))]  # every, q_len, kv_len, keep, heads
