@@ -107,7 +107,10 @@ def joined(within, some, always):
     scale=st.sampled_from([None, 0.1, 2.0]),
     seed=st.integers(0, 99),
 )
+# What later keys decide shows in shares of the weights.
 @example(sf.parse("sampled(4, floor=0.3, block=64)"), None, sf.causal(), None, (256, 256), (4, 2), True, True, 2.0, 0)
+@example(sf.parse("pooled(floor=0.3, block=64)"), None, sf.causal(), None, (256, 256), (4, 2), True, False, None, 0)
+@example(sf.parse("antidiagonal(16, floor=0.3, block=64)"), None, sf.causal(), None, (256, 256), (4, 2), True, False, None, 0)
 def test_what_is_kept_is_what_the_words_say(chooser, other, within, always, lengths, heads, as_text, tokens_first, scale, seed):
     assume(chosen.fit(within, always))
     some = [chooser] if other is None else [chooser, replace(other, block=chooser.block)]
@@ -355,6 +358,7 @@ BY_MASS = sf.parse("sampled(4, mass=0.5, block=64)")
 )
 @example(BY_MASS, 256, 126, False, 0)
 @example(BY_MASS, 256, 66, False, 0)
+@example(sf.parse("pooled(keep=2, block=64)"), 256, 120, False, 0)  # whose last block has few keys
 def test_a_sequence_padded_at_its_end_attends_as_it_does_alone(chooser, tokens, gone, causal, seed):
     q, k, v = inputs(tokens, tokens, batch=1, seed=seed)
     end = max(1, tokens - gone)

@@ -322,14 +322,6 @@ def test_a_scale_of_size_1_broadcasts():
 
 
 @needs_triton
-def test_an_odd_head_dim_is_left_to_other_back_ends():
-    q, k, scale = torch.zeros(2, 4, 2, 31, device=DEVICE), torch.zeros(2, 2, 128, 31).to(DEVICE, E4M3), torch.ones(2, 2).to(DEVICE)
-    with pytest.raises(ValueError, match="it reads e4m3 caches of an even head_dim; got 31 and 31 of v"):
-        sf.attention_decode(q, k, k, k_scale=scale, v_scale=scale, backend="triton")
-    assert sf.attention_decode(q, k, k, k_scale=scale, v_scale=scale).shape == (2, 4, 2, 31)
-
-
-@needs_triton
 @parametrize("chip, named", [((8, 0), "8.0"), ((8, 6), "8.6"), ((8, 9), None), ((9, 0), None)])
 def test_a_gpu_without_e4m3_is_named(chip, named, monkeypatch):
     from sparse_flash.kernels.portable import configs

@@ -1,7 +1,6 @@
 """Rules keep what their words say, of any scores, by operations and by kernels."""
 
 from fractions import Fraction
-from unittest import mock
 
 import chosen
 import numpy as np
@@ -76,19 +75,11 @@ def by_kernel(scores, allowed, forced, rule, number, copies=1, before=None, firs
     return unpacked(bits, blocks)
 
 
-def by_kernel_in_chunks(*arguments):
-    from sparse_flash.kernels.choosers import rules
-
-    with mock.patch.object(rules, "_TOGETHER", 32):
-        return by_kernel(*arguments)
-
-
 HAS_KERNELS = backends.get_backend("triton").why_unavailable() is None
-EVERY = [by_operations, by_operations, by_kernel, by_kernel_in_chunks] if HAS_KERNELS else [by_operations]
 
 
 @settings(max_examples=120)
-@given(by=st.sampled_from(EVERY), rows=rows(), rule=rules())
+@given(by=st.sampled_from([by_operations, by_kernel] if HAS_KERNELS else [by_operations]), rows=rows(), rule=rules())
 def test_a_rule_keeps_what_its_words_say(by, rows, rule):
     scores, allowed, forced = rows
     found = by(*rows, *rule)
@@ -106,6 +97,19 @@ def test_the_kernel_adds_to_the_rows_that_it_is_given_for_all_heads_of_a_group(r
     wanted = before.copy()
     wanted[:, :, first:] |= by_kernel(*rows, *rule).repeat(2, 1)
     np.testing.assert_array_equal(found, wanted)
+
+
+@needs_triton
+@parametrize("rule, number", [("keep", 70), ("budget", 0.4), ("mass", 0.5), ("floor", 0.5), ("relative", 0.5)])
+def test_the_kernel_reads_long_rows_in_chunks(rule, number, monkeypatch):
+    from sparse_flash.kernels.choosers import rules
+
+    monkeypatch.setattr(rules, "_TOGETHER", 64)
+    generator = np.random.default_rng(0)
+    scores = generator.choice(np.array(EXACT, np.float32), (1, 2, 1, 200))
+    allowed, forced = generator.random((1, 200)) < 0.8, np.zeros((1, 200), bool)
+    found = by_kernel(scores, allowed, forced, rule, number)[0]
+    np.testing.assert_array_equal(found, chosen.kept_by(rule, number, scores[0], allowed, forced))
 
 
 # Half of the least number is 0, which no block would have to reach.

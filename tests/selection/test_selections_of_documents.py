@@ -87,7 +87,8 @@ def test_given_scores_are_of_a_documents_own_blocks():
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 def test_what_is_not_finite_in_one_document_reaches_no_other(backend):
-    (q, k, v), ends = packed([5, 20, 3], after=5, heads=16)
+    made, ends = packed([5, 20, 3], after=5, heads=2)
+    q, k, v = (t[:, :1].contiguous() for t in made)  # Triton's interpreter takes long
     others = torch.cat([torch.arange(5), torch.arange(25, 28)]).to(DEVICE)
 
     def of_others():
