@@ -296,7 +296,7 @@ def varlen(sizes: Sizes) -> Call:
     for (start, stop), (first, last) in zip(pairwise(bounds[0].tolist()), pairwise(bounds[-1].tolist()), strict=True):
         if start < stop and first < last:
             kept[start:stop, first:last] = kept_by(sizes.spec, stop - start, last - first)
-    inputs = normal(replace(sizes, batch=1, kv_len=kv_len, layout="tokens first"))
+    inputs = normal(replace(sizes, batch=1, kv_len=kv_len))
     others = tuple(t.to(DEVICE) for t in bounds)
     return Call(tuple(inputs), run, lambda *t: dense_attention(*t, kept, sizes.scale), others)
 
@@ -453,19 +453,23 @@ def selection_by_query(sizes: Sizes) -> Call:
 
 def selection_masses(sizes: Sizes) -> Call:
     """Attention over picked blocks, and the log-sum of the scores in each."""
-    picks = drawn_picks((sizes.batch, sizes.kv_heads, sizes.q_len, 2), 1, 16, sizes.q_len, sizes.kv_len, sizes.seed)
-    group = sizes.heads // sizes.kv_heads
-    kept = kept_by_picks(picks, 1, 16, sizes.q_len, sizes.kv_len).repeat_interleave(group, 1).to(DEVICE)
+    every, block, count, by_head, _ = SELECTIONS[sizes.seed % len(SELECTIONS)]
+    pickers = sizes.heads if by_head else sizes.kv_heads
+    picks = drawn_picks(
+        (sizes.batch, pickers, -(-sizes.q_len // every), count), every, block, sizes.q_len, sizes.kv_len, sizes.seed
+    )
+    kept = kept_by_picks(picks, every, block, sizes.q_len, sizes.kv_len).repeat_interleave(sizes.heads // pickers, 1).to(DEVICE)
 
     def run(q, k, v, picks):
-        chosen = sf.BlockSelection.from_picks(picks, 16, q_len=q.shape[2], kv_len=k.shape[2], own=False, check=False)
-        return sf.attention(q, k, v, chosen, return_block_lse=True, backend=sizes.backend)
+        options = {"every": every, "q_len": q.shape[2], "kv_len": k.shape[2], "own": False, "check": False}
+        chosen = sf.BlockSelection.from_picks(picks, block, **options)
+        return sf.attention(q, k, v, chosen, return_block_lse=True, scale=sizes.scale, backend=sizes.backend)
 
     def define(q, k, v):
-        scores = (q.shape[3] ** -0.5 * q @ k.repeat_interleave(group, 1).mT)[:, :, :, None]
+        scores = ((sizes.scale or q.shape[3] ** -0.5) * q @ k.repeat_interleave(sizes.heads // sizes.kv_heads, 1).mT)[:, :, :, None]
         some = kept.any(-1)
         masses = scores.masked_fill(~kept & some[..., None], float("-inf")).logsumexp(-1).masked_fill(~some, float("-inf"))
-        return dense_attention(q, k, v, kept.any(3))[0], masses
+        return dense_attention(q, k, v, kept.any(3), sizes.scale)[0], masses
 
     return Call(tuple(normal(sizes)), run, define, (picks,))
 

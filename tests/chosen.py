@@ -196,3 +196,34 @@ def _best(scores: dict) -> list:
 def _keep_best(kept: np.ndarray, scores: dict, count: int) -> None:
     for head, block in _best(scores)[: max(0, count)]:
         kept[head, block] = True
+
+
+def pairs(pattern, q_len: int, kv_len: int) -> np.ndarray:
+    """Those that a pattern keeps; all for None."""
+    return np.ones((q_len, kv_len), bool) if pattern is None else strategies.dense(pattern, q_len, kv_len)
+
+
+def blocks_of(kept: np.ndarray, size: int) -> np.ndarray:
+    """Which blocks have a pair, (q_blocks, kv_blocks) of (q_len, kv_len) bool."""
+    rows, columns = (groups_of(n, size) for n in kept.shape)
+    return np.array([[kept[row, column].any() for column in columns] for row in rows])
+
+
+def kept_pairs(rules, within, always, size: int, shape: tuple[int, int, int, int]) -> np.ndarray:
+    """The pairs of a choice, bool of this shape, (batch, heads, q_len, kv_len). rules: (rule, number, scores) of each chooser; the
+    scores are (batch, heads or key heads, q_blocks, kv_blocks). within, always: patterns, or None."""
+    q_len, kv_len = shape[2:]
+    limit = pairs(within, q_len, kv_len)
+    allowed = blocks_of(limit, size)
+    # The blocks in which positions of a row's queries fall, up to the last.
+    first = np.array([rows.start + kv_len - q_len for rows in groups_of(q_len, size)]) // size
+    last = np.array([rows.stop - 1 + kv_len - q_len for rows in groups_of(q_len, size)]) // size
+    column = np.arange(allowed.shape[1])
+    forced = (column >= first[:, None]) & (column <= last[:, None])
+    if always is not None:
+        forced |= blocks_of(pairs(always, q_len, kv_len), size)
+    kept = np.broadcast_to(forced & allowed, (*shape[:2], *allowed.shape)).copy()
+    for rule, number, scores in rules:
+        mine = np.array([kept_by(rule, number, of_sequence, allowed, forced & allowed) for of_sequence in scores])
+        kept |= mine.repeat(shape[1] // mine.shape[1], 1)
+    return kept.repeat(size, 2).repeat(size, 3)[:, :, :q_len, :kv_len] & limit

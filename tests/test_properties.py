@@ -154,6 +154,7 @@ TERM_ROWS = {
     # Queries that keep nothing leave all weight to their sink, and none if it is -inf.
     "sinks, more queries": (("sinks",), {"kv_len": 40}),
     "no sinks, more queries": (("no sinks",), {"kv_len": 40}),
+    "no keys": (("q_lens", "sinks", "bias"), {"kv_len": 0, "spec": None}),
     # A query past the last one would be far from all keys, and what squares its score overflows.
     "far scores of one query": (("own", "bias", "steep alibi"), {"q_len": 1, "spec": None}),
     "far scores": (("own", "bias", "steep alibi"), {"q_len": 40, "spec": None}),

@@ -80,6 +80,8 @@ HEADS, BATCH = sf.per_head(["causal", "full"] * 2), sf.per_batch(["causal", "ful
 OWN = sf.ScoreFunction(lambda score, batch, head, q_pos, k_pos, params: score)
 HALF, E4M3, E5M2 = zeros(1, 2, 64, 64).half(), K.to(torch.float8_e4m3fn), K.to(torch.float8_e5m2)
 CHOOSER, SCORES = "causal & (pooled(keep=1) | sinks(2))", zeros(2, 4, 1, 1)
+NESTED, JAGGED = (torch.nested.nested_tensor(list(Q.transpose(1, 2)), layout=layout) for layout in (torch.strided, torch.jagged))
+NESTED, JAGGED = NESTED.transpose(1, 2), JAGGED.transpose(1, 2)
 # One query over a cache, in one piece and in pages.
 QUERY, PAGES, TABLE = Q[:, :, :1], zeros(3, 2, 16, 16), zeros(2, 3, dtype=torch.int32)
 # Tokens packed one after another, and their documents; flash-attn's layout.
@@ -102,6 +104,7 @@ FLASH_CACHE = {"q": F[:, :1], "k_cache": CACHE, "v_cache": CACHE.clone(), "k": N
 DOCUMENT = zeros(200, 2, 16)
 TYPES = {"head_mask_type": ints(1, -1), "streaming_info": ints(1, 1, 1, 1), "base_blockmask": bools(1, 1, 2, 2)}
 TYPES |= {"cu_seqlens_q": ints(0, 200), "cu_seqlens_k": ints(0, 200), "max_seqlen_q_": 200, "max_seqlen_k_": 200}
+SIZES = {"batch": 2, "kv_heads": 4, "length": 60, "head_dim": 16}
 CALLS = {
     "attention": (sf.attention, {"q": Q, "k": K, "v": K}),
     "fp8": (sf.attention, {"q": HALF, "k": HALF, "v": HALF, "precision": "fp8"}),
@@ -207,6 +210,8 @@ TABLES = (
     row("decode", V, "one dtype", k=K.half(), v=K.half()),
     row("varlen", V, "one dtype", q=P.half()),
     row("varlen", V, "must have one dtype", v=PK.bfloat16(), backend="torch"),
+    *(row("attention", V, "q must be a tensor of layout torch.strided; got (torch|a nested).*attention_varlen", q=q)
+      for q in (Q.to_sparse(), NESTED, JAGGED)),
     row("attention", V, "one device; q is on cpu, .*v on meta", v=K.to("meta")),
     row("attention", V, r"q must not be empty; got shape \(2, 4, 64, 0\)", q=Q[..., :0]),
     row("choose topk_by_query", V, "q must not be empty", q=Q[:, :, :0]),
@@ -249,6 +254,8 @@ TABLES = (
         **dict.fromkeys("qkv", K.double()), backend="triton"),
     row("selection", V, "backend 'hopper' cannot run this call: ", backend="hopper"),
     row("decode_selection", V, "over picked blocks it does not decode", backend="reference"),
+    row("decode_selection", V, r"float16, bfloat16 and float32; got torch\.float64", backend="triton",
+        q=Q[:, :, :2].double(), k=K.double(), v=K.double()),
     # Keywords of other libraries.
     unexpected("attention", "is_causal", 'pass mask="causal"'),
     unexpected("attention", "enable_gqa", "leave it out"),
@@ -366,6 +373,8 @@ TABLES = (
     row("decode_in_pages", T, r"of shape \(pages, kv_heads\)", **dict.fromkeys("kv", PAGES.to(torch.float8_e4m3fn))),
     row("decode_in_eight_bits", V, r"float32 of shape \(batch, kv_heads\), or \(batch, kv_heads, capacity\).* of shape \(4, 2\)",
         k_scale=ones(4, 2), v_scale=ones(4, 2)),
+    row("decode_in_eight_bits", V, "it reads e4m3 caches of an even head_dim; got 15 and 15 of v", backend="triton",
+        q=QUERY[..., :15], k=E4M3[..., :15], v=E4M3[..., :15]),
     row("decode_in_eight_bits", V, "got torch.float64", k_scale=ones(2, 2).double(), v_scale=ones(2, 2).double()),
     row("decode_in_eight_bits", V, "gradient, and has none; detach it", v_scale=learned(ones(2, 2))),
     row("decode_in_eight_bits", V, "belong to a cache of torch.float8_e4m3fn; got k of torch.float32; leave", k=K, v=K),
@@ -640,6 +649,12 @@ TABLES = (
     row("layer_call", T, "must return a BlockSelection; got BlockMask; pass every=1", select=lambda q, k: sf.topk_blocks(q, k, 3)),
     row("layer_call", V, "mask must be None for a layer with a select; got a str; leave it out", select={"keep": 1}, under="full"),
     row("layer_call", T, "cache must be a KeyValueCache; got bool; layer.new_cache makes one", cache=True),
+    *(row(sf.KeyValueCache, V, f"{name} must be an integer of at least 1; got {re.escape(repr(size))}", **SIZES | {name: size})
+      for name, size in (("length", 0), ("batch", 1.5), ("batch", "1"))),
+    row(sf.KeyValueCache(**SIZES).append, T, "k must be a tensor; got NoneType", k=None, v=None),
+    row(sf.KeyValueCache(**SIZES).append, V, "room for 60 tokens and holds 0; 64 more", k=Q, v=Q),
+    *(row(sf.KeyValueCache(**SIZES).append, V, r"shapes \(2, 4, .*, 16\) .* as the cache was made for; got", k=k, v=k)
+      for k in (Q[:1, :, :5], Q[0, :, 0])),
     # flash-attn's calls.
     row("flash_attn_call", V, "S_dmask", dropout_p=0.1, return_attn_probs=True),
     row("flash_attn_call", V, "compile it from a pattern that says these, such as", causal=True, mask=compiled("local(3)", 64)),

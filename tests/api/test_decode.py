@@ -1,21 +1,23 @@
 """attention_decode equals float64 attention by the mask's definition for the last queries of each sequence."""
 
-import importlib
+from dataclasses import dataclass
 from itertools import product
+from typing import ClassVar
 
 import pytest
 import torch
-from calls import assert_right, decode, name_of, normal, sizes_for, unless_refused
-from oracle import BACKENDS, DEVICE, check, no_host_synchronization, require
+from accepted import needs_triton
+from calls import assert_right, decode, decode_in_eight_bits, in_eight_bits, in_pages, name_of, sizes_for, unless_refused
+from oracle import BACKENDS, DEVICE, check, no_host_synchronization, require, tensor
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.api import decode as decode_module
-from sparse_flash.kernels.portable import decode as portable_decode
 from sparse_flash.variant import variant
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
+E4M3 = torch.float8_e4m3fn
+on_each = parametrize("backend", ["torch", "reference", pytest.param("triton", marks=needs_triton)])
 
 PATTERNS = {
     "dense": None,
@@ -66,16 +68,22 @@ def test_every_cache_is_read_as_the_definition_says(row, backend):
         assert_right(decode(sizes), backend, keeps_order=True)
 
 
-@parametrize("backend", ["torch", "triton", "reference"])
-def test_lengths_and_tables_of_64_bits_give_what_those_of_32_bits_do(backend):
-    q, pages = torch.randn(2, 4, 1, 32, device=DEVICE), torch.randn(9, 2, 16, 32, device=DEVICE)
-    require(backend, backends.Call.from_tensors(q, pages, pages, 128))
-    lens, table = torch.tensor([60, 3], device=DEVICE), torch.tensor([[1, 0, 3, 8], [4, 2, 5, 7]], device=DEVICE)
-    wide, narrow = (
-        sf.attention_decode(q, pages, pages, "causal", kv_lens=lens.to(a), block_table=table.to(b), backend=backend)
-        for a, b in ((torch.int64, torch.int64), (torch.int32, torch.int32))
-    )
-    assert torch.equal(wide, narrow)
+# The size of a page, and what differs from usual sizes.
+IN_EIGHT_BITS = [
+    (None, {"head_dim": 22, "v_head_dim": 128, "layout": "tokens first", "q_len": 1}),
+    (16, {"dtype": torch.float16, "heads": 3, "kv_heads": 1, "layout": "sliced"}),
+    (128, {"dtype": torch.bfloat16, "head_dim": 32, "q_len": 20, "queries": 20}),
+]
+
+
+@on_each
+@parametrize("name", ["dense", "causal", "window and sinks", "bits", "nothing"])
+@parametrize("page, changed", IN_EIGHT_BITS)
+def test_every_kind_of_e4m3_cache_is_read_as_its_numbers_times_their_scales(backend, page, changed, name):
+    usual = {"lens": (150, 0, 77), "kv_len": 256, "spec": PATTERNS[name], "page": page}
+    for seed in (0, 1):  # a scale for each token, for each page
+        with unless_refused():
+            assert_right(decode_in_eight_bits(sizes_for(backend, **usual | changed, seed=seed)), backend)
 
 
 @parametrize("backend", ["torch", "triton"])
@@ -86,17 +94,21 @@ def test_keys_of_one_shape_serve_values_of_one_head_dim_after_another(backend):
 
 
 @parametrize("far", [2**31 - 1, 2**31, 2**32 + 5, 2**40, 2**63 - 1])
-@parametrize("backend", ["torch", "triton", "reference"])
+@on_each
 def test_lengths_past_the_capacity_are_the_capacity_and_negative_ones_are_none(backend, far, monkeypatch):
     monkeypatch.setattr(variant, "is_plain_eager", lambda *_: False)  # as where lengths are not read
-    q, k, v = (torch.randn(3, 2, tokens, 16, device=DEVICE) for tokens in (1, 90, 90))
-    wanted, given = (torch.tensor(lens, device=DEVICE) for lens in ((90, 7, 0), (far, 7, -far)))
-    assert torch.equal(*(sf.attention_decode(q, k, v, "local(70)", kv_lens=lens, backend=backend) for lens in (wanted, given)))
+    q, k, v = (torch.randn(3, 2, tokens, 16, device=DEVICE) for tokens in (1, 96, 96))
+    (k, table), (v, _) = in_pages(k, 16), in_pages(v, 16)
+    outs = []
+    for lens, dtype in (((96, 7, 0), torch.int32), ((far, 7, -far), torch.int64), (None, torch.int32)):
+        lens = lens if lens is None else torch.tensor(lens, dtype=dtype, device=DEVICE)
+        given = {"kv_lens": lens, "block_table": table.to(dtype), "backend": backend}
+        outs.append(sf.attention_decode(q, k, v, "local(70)", **given))
+    assert torch.equal(*outs[:2]) and torch.equal(outs[2][0], outs[0][0])  # without lengths, the cache is full
 
 
-@parametrize("q_len", [1, 3])
-@parametrize("pattern", [None, "causal", "causal & (local(70) | sinks(3))", HEADS])
-@parametrize("backend", ["torch", "triton", "reference"])
+@parametrize("pattern, q_len", [(None, 1), ("causal", 3), ("causal & (local(70) | sinks(3))", 1), (HEADS, 3)])
+@on_each
 def test_a_sequence_after_padding_is_what_it_is_at_the_front_of_its_cache(backend, pattern, q_len):
     generator = torch.Generator().manual_seed(0)
     starts, ends = torch.tensor([0, -4, 37, 150, 200]), torch.tensor([200, 90, 200, 151, 999])
@@ -128,61 +140,64 @@ def test_masks_of_heads_and_of_other_blocks_are_visited_head_by_head(backend, bl
     assert_right(decode(sizes_for(backend, **given), mask), backend)
 
 
-@parametrize("backend", ["torch", "triton"])
-def test_without_lengths_the_cache_is_full(backend):
-    q, k, v = normal(sizes_for(backend, q_len=2, kv_len=199))
-    outs = [
-        sf.attention_decode(q, k, v, WINDOW, kv_lens=lens, backend=backend) for lens in (None, torch.full((2,), 199).to(DEVICE))
-    ]
-    assert torch.equal(*outs)
-
-
-@parametrize("splits", [1, 2, 23])
-@parametrize("name", ["dense", "window and sinks", "bits"])
+@needs_triton
+@parametrize("name, splits", [("dense", 1), ("dense", 23), ("window and sinks", 23), ("bits", 2)])
 def test_any_number_of_programs_gives_the_same(name, splits, monkeypatch):
-    kernels = importlib.import_module("sparse_flash.kernels.portable.decode")
+    from sparse_flash.kernels.portable import decode as kernels
+
     monkeypatch.setattr(kernels, "_choose_splits", lambda *_: splits)
     monkeypatch.setattr(kernels, "_plan", kernels._plan.__wrapped__)
     for _ in range(2):  # counters of programs are zeros again
         assert_right(decode(sizes_for("triton", spec=PATTERNS[name], kv_len=320, lens=(300, 77))), "triton")
 
 
-def test_a_growing_cache_compiles_its_pattern_once():
-    decode_module._compiled.cache_clear()
+@dataclass(frozen=True)
+class Counted(sf.Pattern):
+    """A window, which counts the evaluations of its rule."""
+
+    evaluations: ClassVar[list] = []
+
+    def token_rule(self, q, kv):
+        self.evaluations.append(kv)
+        return abs(q - kv) < 64
+
+
+def test_a_growing_cache_compiles_its_pattern_seldom():
     q, k = torch.randn(1, 2, 1, 16, device=DEVICE), torch.randn(1, 2, 4096, 16, device=DEVICE)
-    for length in (1, 700, 4096):
+    compilations = []
+    for length in (4096, 1, 700, *range(3600, 4096, 16)):
         lens = torch.tensor([length], dtype=torch.int32, device=DEVICE)
-        sf.attention_decode(q, k, k, "causal & local(64)", kv_lens=lens, backend="torch")
-    assert decode_module._compiled.cache_info().misses == 1
-    for tokens in range(3600, 4096):  # a cache that grows by concatenation, token by token
-        decode_module._resolve_mask("causal & local(64)", tokens, q)
-    assert decode_module._compiled.cache_info().misses <= 3
-    assert all(n <= decode_module._rounded(n) <= max(128, n * 9 / 8 + 128) for n in range(1, 5000))
+        keys = k if length < 3600 else k[:, :, :length]  # a cache of one capacity, and one that grows by concatenation
+        Counted.evaluations.clear()
+        sf.attention_decode(q, keys, keys, Counted(), kv_lens=lens, backend="torch")
+        compilations.append(len(Counted.evaluations) > 0)
+    assert compilations[:3] == [True, False, False] and sum(compilations) <= 3
 
 
-@parametrize("backend", ["torch", "triton", "reference"])
-@parametrize("spec", ["causal", "causal & local(30)"])
-def test_compiled_code_takes_caches_of_other_capacities_and_lengths(spec, backend):
+@on_each
+def test_compiled_code_takes_caches_of_other_capacities_and_lengths(backend):
     torch._dynamo.reset()
 
     def step(q, k, lens):
-        return sf.attention_decode(q, k, k, spec, kv_lens=lens, backend=backend)
+        return sf.attention_decode(q, k, k, "causal & local(30)", kv_lens=lens, backend=backend)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for capacity in (70, 90, 130, 300):
+    for capacity in (70, 90, 130):
         q, k = torch.randn(2, 4, 2, 16, device=DEVICE), torch.randn(2, 2, capacity, 16, device=DEVICE)
         require(backend, backends.Call.from_tensors(q, k, k, 128))
         lens = torch.tensor([capacity, 50], dtype=torch.int32, device=DEVICE)
         torch.testing.assert_close(compiled(q, k, lens), step(q, k, lens))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_graph_replays_with_new_lengths_and_no_call_waits_for_the_device():
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
+def test_a_graph_replays_with_new_lengths_and_no_call_waits_for_the_device(dtype):
     q, k = (torch.randn(2, h, n, 64, device="cuda", dtype=torch.bfloat16) for h, n in ((8, 1), (2, 4096)))
-    lens = torch.tensor([4096, 1000], dtype=torch.int32, device="cuda")
+    k, lens = k.to(dtype), torch.tensor([4096, 1000], dtype=torch.int32, device=DEVICE)
+    scales = {name: torch.rand(2, 2, device=DEVICE) + 0.5 for name in ("k_scale", "v_scale") if dtype == E4M3}
 
     def step():
-        return sf.attention_decode(q, k, k, "causal & (local(500) | sinks(4))", kv_lens=lens)
+        return sf.attention_decode(q, k, k, "causal & (local(500) | sinks(4))", kv_lens=lens, **scales)
 
     step()
     with no_host_synchronization():
@@ -192,36 +207,32 @@ def test_a_graph_replays_with_new_lengths_and_no_call_waits_for_the_device():
         out = [step() for _ in range(3)]
     for new in ([4096, 1000], [1, 0], [700, 4095]):
         lens.copy_(torch.tensor(new, dtype=torch.int32))
+        k.copy_(k.float().roll(1, 2))
+        for scale in scales.values():
+            scale.mul_(1.5)
         for _ in range(20):
             graph.replay()
         assert all(torch.equal(one, step()) for one in out)
 
 
+@needs_triton
 @parametrize("dim", [16, 32, 64, 128, 256])
 def test_a_combining_program_holds_as_many_splits_as_its_registers_and_its_compiler_bear(dim):
+    from sparse_flash.kernels.portable import decode as kernels
+
     # Their code is unrolled: with 256 splits, of one row of 16 numbers each, compiling took minutes.
     for rows in (1, 2, 8, 64):
-        splits = portable_decode.combined_at_a_time(rows, dim)
+        splits = kernels.combined_at_a_time(rows, dim)
         assert 1 <= splits <= 32 and (splits == 1 or splits * rows * dim <= 4096)
 
 
-@parametrize("spec", [None, "causal & local(300)", "causal & strided(9, block=64)"])
-@parametrize("q_len", [1, 33])
-def test_attention_itself_shares_few_queries_among_programs_and_is_differentiable(q_len, spec):
-    triton = backends.get_backend("triton")
-    q, k = torch.empty(1, 2, q_len, 32, device=DEVICE), torch.empty(1, 1, 2100, 32, device=DEVICE)
-    check("triton", spec, q_len, 2100, block_size=128, heads=2, kv_heads=1)
+@parametrize("q_len, spec", [(1, None), (33, None), (1, "causal & local(300)"), (33, "causal & strided(9, block=64)")])
+def test_attention_itself_shares_few_queries_among_programs_and_is_differentiable(q_len, spec, monkeypatch):
+    triton, kv_len = backends.get_backend("triton"), 2100 if DEVICE == "cuda" else 600
+    monkeypatch.setattr(triton, "MANY_KEYS", kv_len)
+    q, k = torch.empty(1, 2, q_len, 32, device=DEVICE), torch.empty(1, 1, kv_len, 32, device=DEVICE)
+    check("triton", spec, q_len, kv_len, block_size=128, heads=2, kv_heads=1)
     assert triton.has_few_queries(q, k)
-
-
-@parametrize("mask", [None, "causal", "causal & local(3)", sf.local(3)], ids=str)
-@parametrize("batch, q_len, capacity", [(0, 1, 100), (2, 0, 100), (2, 1, 0), (0, 0, 0)])
-def test_an_empty_batch_or_cache_and_no_queries_give_zeros(batch, q_len, capacity, mask):
-    q, k, v = (torch.randn(batch, *shape, device=DEVICE) for shape in ((4, q_len, 16), (2, capacity, 16), (2, capacity, 8)))
-    lens = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-    out, lse = sf.attention_decode(q, k, v, mask, kv_lens=lens, return_lse=True)
-    assert torch.equal(out, out.new_zeros(batch, 4, q_len, 8))
-    assert torch.equal(lse, lse.new_full((batch, 4, q_len), float("-inf")))
 
 
 def test_a_batch_of_none_takes_pages_and_selections():
@@ -252,3 +263,69 @@ def test_heads_may_share_a_mask_in_one_sequence_and_not_in_the_next():
     q, k, v = torch.randn(3, 2, 2, 200, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     wanted = sf.attention(q, k, v, mask)[:, :, -1:]
     torch.testing.assert_close(sf.attention_decode(q[:, :, -1:], k, v, mask), wanted)
+
+
+# Caches in e4m3.
+
+CAPACITY = 256
+
+
+@parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@parametrize("unit, page", [(1, None), (1, 16), (CAPACITY, None), (128, 128)])
+@parametrize("block, q_len, share", [(16, 1, True), (64, 3, False)])
+def test_picked_blocks_are_read_as_their_numbers_times_their_scales(backend, unit, page, block, q_len, share):
+    generator = torch.Generator().manual_seed(unit)
+    q, k, v = (tensor((2, heads, tokens, 32), generator=generator) for heads, tokens in ((4, q_len), (2, CAPACITY), (2, CAPACITY)))
+    stored, scales = zip(*(in_eight_bits(t, unit, generator) for t in (k, v)), strict=True)
+    keys, values = (t.double() * scale.double() for t, scale in zip(stored, scales, strict=True))
+    lens = torch.tensor([CAPACITY - 5, 130], device=DEVICE)
+    options = {"kv_lens": lens}
+    if page:
+        (k, options["block_table"]), (v, _), *scales = (in_pages(t.float(), page) for t in (*stored, *scales))
+        stored, scales = (k.to(E4M3), v.to(E4M3)), [scale for scale, _ in scales]
+    k_scale, v_scale = (scale[..., 0] if unit == 1 else scale[:, :, 0, 0] for scale in scales)
+    chosen = sf.topk_blocks(q, keys.float(), 3, every=1, block_size=block, share_group=share)
+    given = {"k_scale": k_scale, "v_scale": v_scale, "return_lse": True, "backend": backend, **options}
+    found = sf.attention_decode(q, *stored, chosen, **given)
+    exact = sf.attention_decode(q.double(), keys, values, chosen, kv_lens=lens, return_lse=True, backend="torch")
+    for ours, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@needs_triton
+@parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_many_small_weights_and_queries_past_the_range_of_float16_are_not_lost(dtype):
+    # One key has weight 1 and value 0; 4,095 others have weight 2^-26 and value 1, in tokens whose scales differ by 2^10.
+    tokens = 4096
+    q = torch.zeros(1, 1, 1, 32, dtype=dtype, device=DEVICE)
+    q[..., 0] = 2.0**14 if dtype == torch.float16 else 2.0**30
+    k = torch.zeros(1, 1, tokens, 32, device=DEVICE)
+    k[:, :, 0, 0] = 1.0
+    v = (torch.arange(tokens, device=DEVICE) > 0).float()[:, None].expand(1, 1, tokens, 32)
+    v_scale = (2.0 ** (torch.arange(tokens, device=DEVICE) % 11 - 5)).expand(1, 1, -1)
+    k_scale = torch.ones_like(v_scale) / q[0, 0, 0, 0].float()
+    scale = 26 * torch.tensor(2.0).log().item()
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    out = sf.attention_decode(q, k.to(E4M3), v.to(E4M3), scale=scale, **scales, backend="triton")
+    small = 2.0**-26
+    wanted = (small * v_scale[0, 0, 1:]).sum() / (1 + small * (tokens - 1))
+    torch.testing.assert_close(out.float(), wanted.expand_as(out), atol=0, rtol=2e-3 if dtype == torch.float16 else 1.5e-2)
+
+
+def test_a_scale_of_size_1_broadcasts():
+    q, k, v = (tensor((2, heads, tokens, 32)) for heads, tokens in ((4, 2), (2, 128), (2, 128)))
+    for shape in ((1, 2), (2, 1), (1, 1), (1, 2, 1), (2, 1, 128), (1, 1, 128)):
+        some = {name: torch.rand(shape, device=DEVICE) + 0.5 for name in ("k_scale", "v_scale")}
+        whole = {name: (t[..., None] if t.dim() == 2 else t).expand(2, 2, 128).contiguous() for name, t in some.items()}
+        few, all_ = (sf.attention_decode(q, k.to(E4M3), v.to(E4M3), "causal", **given) for given in (some, whole))
+        torch.testing.assert_close(few, all_, atol=1e-6, rtol=1e-6)
+
+
+@needs_triton
+@parametrize("chip, named", [((8, 0), "8.0"), ((8, 6), "8.6"), ((8, 9), None), ((9, 0), None)])
+def test_a_gpu_without_e4m3_is_named(chip, named, monkeypatch):
+    from sparse_flash.kernels.portable import configs
+
+    monkeypatch.setattr(configs, "detect_gpu", lambda device: configs.Gpu(chip, 232448))
+    reason = configs.refusal(torch.device("cuda"), e4m3=True)
+    assert reason is None if named is None else f"8.9 or newer; this GPU has {named}" in reason

@@ -3,7 +3,9 @@
 import copy
 import pickle
 import warnings
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,16 +15,34 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 
+parametrize = pytest.mark.parametrize
 TOKENS, DIM = 150, 48
+SPEC = "causal & (sinks(2) | local(20))"
+WINDOW = "causal & local(20)"
+CHOSEN = "causal & (sampled(4, keep=1, block=64) | sinks(2))"
+CHOSEN_BY_HEAD = "per_head([causal & pooled(keep=1), causal & pooled(keep=2), causal & local(9), causal & pooled(keep=1)])"
+E4M3 = torch.float8_e4m3fn
+BY_MEANS = {"keep": 3, "block_size": 16, "share_group": True}
+SELECT = partial(sf.topk_blocks, **BY_MEANS, every=1, always="sinks(2)")
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch._dynamo.reset()
 
 
 def layer(**options) -> sf.SparseAttention:
     torch.manual_seed(0)
-    return sf.SparseAttention(DIM, 4, **{"mask": "causal & (local(20) | sinks(2))"} | options)
+    mask = {} if "select" in options else {"mask": SPEC}
+    return sf.SparseAttention(DIM, 4, **mask | options)
 
 
 def inputs(tokens: int = TOKENS) -> torch.Tensor:
     return torch.randn(2, tokens, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def in_one_graph(attn):
+    return torch.compile(attn, fullgraph=True, backend="aot_eager")
 
 
 def turned(x: torch.Tensor, base: float) -> torch.Tensor:
@@ -40,16 +60,32 @@ def by_hand(attn: sf.SparseAttention, x: torch.Tensor, pattern: str | None) -> t
     q, k, v = (p(x).unflatten(2, (-1, width)).transpose(1, 2) for p, width in projected)
     if attn.rotary_base:
         q, k = turned(q, attn.rotary_base), turned(k, attn.rotary_base)
-    kept = None if pattern is None else sf.compile_mask(pattern, x.shape[1]).to_dense()
+    if attn.select is not None:
+        kept = SELECT(q, k).to_dense().repeat_interleave(2, 1)
+    elif pattern == CHOSEN:
+        kept = sf.choose_blocks(pattern, q, k).to_dense()
+    else:
+        kept = sf.compile_mask(pattern or "full", x.shape[1]).to_dense()
     out = F.scaled_dot_product_attention(q, k, v, kept, enable_gqa=True)
     return attn.out_proj(out.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("rotary_base", [None, 10000.0, 500.0])
-@pytest.mark.parametrize("kv_heads, v_head_dim", [(4, None), (2, None), (1, None), (2, 20)])
-@pytest.mark.parametrize("pattern", [None, "causal", "causal & (local(20) | sinks(2))"])
-def test_results_and_gradients_are_those_of_pytorchs_parts(pattern, kv_heads, v_head_dim, rotary_base):
-    attn = layer(mask=pattern, kv_heads=kv_heads, v_head_dim=v_head_dim, rotary_base=rotary_base, bias=True)
+@parametrize(
+    "pattern, options",
+    [
+        (None, {}),
+        ("causal", {"kv_heads": 1, "rotary_base": None}),
+        ("causal", {"kv_heads": 2, "v_head_dim": 20, "rotary_base": 500.0}),
+        (SPEC, {"kv_heads": 2}),
+        (SPEC, {"kv_heads": 2, "v_head_dim": 20}),
+        (CHOSEN, {"kv_heads": 2}),
+        (None, {"kv_heads": 2, "select": SELECT}),
+        (None, {"kv_heads": 2, "select": SELECT.keywords}),
+    ],
+)
+def test_results_and_gradients_are_those_of_pytorchs_parts(pattern, options):
+    mask = {} if "select" in options else {"mask": pattern}
+    attn = layer(bias=True, **mask, **options)
     x = inputs().requires_grad_()
     results = []
     for make in (attn, lambda x: by_hand(attn, x, pattern)):
@@ -58,37 +94,85 @@ def test_results_and_gradients_are_those_of_pytorchs_parts(pattern, kv_heads, v_
         out = make(x)
         out.square().sum().backward()
         results.append([out.detach(), x.grad.clone(), *(p.grad.clone() for p in attn.parameters())])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
-WINDOW = "causal & local(20)"
-CHOSEN = "causal & (sampled(4, keep=1, block=64) | sinks(2))"
+# Caches.
 
 
-@pytest.mark.parametrize("pieces, v_head_dim", [([1] * 20, None), ([7, 1, 12], None), ([20], None), ([7, 1, 12], 20)])
-def test_tokens_in_pieces_through_the_cache_give_what_they_give_at_once(pieces, v_head_dim):
-    attn = layer(kv_heads=2, v_head_dim=v_head_dim)
-    x = inputs(sum(pieces) + 30)
-    cache = attn.new_cache(2, length=64)
-    with torch.no_grad():
-        parts = [attn(piece, cache) for piece in x.split([30, *pieces], 1)]
-        torch.testing.assert_close(torch.cat(parts, 1), attn(x), atol=1e-5, rtol=1e-4)
-        assert cache.tokens == x.shape[1] and cache.keys.shape == (2, 2, x.shape[1], attn.head_dim)
-        assert cache.values.shape == (2, 2, x.shape[1], v_head_dim or attn.head_dim)
+@torch.no_grad()
+@parametrize("dtype", [None, E4M3], ids=["as keys are", "e4m3"])
+@parametrize(
+    "options, pieces",
+    [
+        ({"kv_heads": 2, "v_head_dim": 20}, [30, 7, 1, 12]),
+        ({"kv_heads": 2}, [30] + 20 * [1]),
+        ({"mask": "causal"}, [30, 20, 1]),
+        ({"mask": sf.compile_mask(WINDOW, 200), "kv_heads": 2, "v_head_dim": 20}, [70, 1, 1, 7, 65, 1]),
+        ({"mask": sf.compile_mask(WINDOW, 145)}, [70, 1, 1, 7, 65, 1]),  # just as long
+        *(({"kv_heads": 2, "select": choice}, [60, 1, 1, 2, 1, 16, 1, 18]) for choice in (SELECT, SELECT.keywords, BY_MEANS)),
+        *(({"kv_heads": 2, "select": BY_MEANS | more}, [60, 1, 20]) for more in ({"score": "max"}, {"share_group": False})),
+    ],
+)
+def test_tokens_in_pieces_through_the_cache_give_what_they_give_at_once(options, pieces, dtype):
+    attn, x = layer(**options), inputs(sum(pieces))
+    cache = attn.new_cache(2, 145 if sum(pieces) == 145 else 200, dtype)
+    if dtype is None:  # a table of the cache is not that of the tokens of a call
+        wanted = layer(**options | {"mask": WINDOW})(x) if isinstance(options.get("mask"), sf.BlockMask) else attn(x)
+    else:
+        wanted = attn(x, cache)
+    for _ in range(2):
         cache.reset()
-        torch.testing.assert_close(attn(x[:, :30], cache), parts[0])
+        parts = [attn(piece, cache) for piece in x.split(pieces, 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), wanted, atol=1e-5, rtol=1e-4)
+        assert cache.tokens == sum(pieces) and cache.keys.shape == (2, attn.kv_heads, sum(pieces), attn.head_dim)
+        assert cache.values.shape == (*cache.keys.shape[:3], attn.v_head_dim)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@torch.no_grad()
+@parametrize("select", [SELECT, BY_MEANS])
+def test_tokens_in_pieces_under_autocast_select_as_they_do_at_once(select):
+    attn, x = layer(kv_heads=2, select=select), inputs(100)
+    cache = attn.new_cache(2, 100)
+    with torch.autocast("cpu", torch.bfloat16):
+        pieces = [attn(part, cache) for part in x.split([60, 1, 20, 19], 1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), attn(x), atol=2e-2, rtol=2e-2)
+
+
+@torch.no_grad()
+@parametrize("options", [{"select": SELECT}, {"select": BY_MEANS}, {"mask": "local(9)"}], ids=["picks", "means", "mask"])
+def test_a_layer_with_a_cache_takes_no_tokens_and_tells_shapes_on_the_meta_device(options):
+    attn, x = layer(kv_heads=2, **options), inputs(100)
+    cache = attn.new_cache(2, 100)
+    assert attn(x[:, :0]).shape == attn(x[:, :0], cache).shape == (2, 0, DIM)
+    assert torch.equal(attn(x[:, :9], cache), attn(x[:, :9], attn.new_cache(2, 100)))
+    attn, x = attn.to("meta"), x.to("meta")
+    cache = attn.new_cache(2, 100)
+    assert [attn(part, cache).shape for part in x.split([97, 2, 1], 1)] == [(2, n, DIM) for n in (97, 2, 1)]
+
+
+@torch.no_grad()
+def test_a_step_reads_no_value_that_was_not_picked():
+    attn, x, chosen = layer(kv_heads=2, select=BY_MEANS), inputs(100), []
+    wanted, cache = attn(x), attn.new_cache(2, 100)
+    attn(x[:, :-1], cache)
+    choice = attn.select
+    attn.select = lambda q, k: chosen.append(choice(q, k)) or chosen[-1]
+    attn(x[:, -1:], copy.deepcopy(cache))
+    for batch, head in np.ndindex(2, 2):
+        cache.room[1][batch, head, ~chosen[0].kept_keys(0, batch, head)] = float("nan")
+    torch.testing.assert_close(attn(x[:, -1:], cache), wanted[:, -1:])
+
+
 @given(st.data())
-@settings(max_examples=30)
-def test_an_e4m3_cache_holds_each_token_to_a_sixteenth_whatever_came_before_it(dtype, data):
+@settings(max_examples=40)
+def test_an_e4m3_cache_holds_each_token_to_a_sixteenth_whatever_came_before_it(data):
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
     batch, kv_heads, head_dim, v_head_dim = (data.draw(st.integers(1, 9)) for _ in range(4))
     pieces = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    cache = sf.KeyValueCache(batch, kv_heads, sum(pieces) + 2, head_dim, v_head_dim=v_head_dim, dtype=torch.float8_e4m3fn)
-    assert all(room.dtype == torch.float8_e4m3fn for room in cache.room)
+    cache = sf.KeyValueCache(batch, kv_heads, sum(pieces) + 2, head_dim, v_head_dim=v_head_dim, dtype=E4M3)
+    assert all(room.dtype == E4M3 for room in cache.room)
     k, v = (torch.randn(batch, kv_heads, sum(pieces), width, generator=generator) for width in (head_dim, v_head_dim))
     sizes = 2.0 ** torch.randint(-12, 12, (2, batch, kv_heads, sum(pieces), 1), generator=generator)
     k, v = (k * sizes[0]).to(dtype), (v * sizes[1]).to(dtype)
@@ -102,48 +186,6 @@ def test_an_e4m3_cache_holds_each_token_to_a_sixteenth_whatever_came_before_it(d
         assert bool(((ours - wanted).abs() <= 1.01 * (wanted.abs() / 16 + least)).all())
 
 
-@pytest.mark.parametrize("options", [{"mask": WINDOW}, {"mask": "causal"}, {"select": {"keep": 2, "block_size": 16}}], ids=str)
-def test_tokens_in_pieces_through_an_e4m3_cache_give_what_they_give_at_once(options):
-    torch.manual_seed(0)
-    attn, x = sf.SparseAttention(DIM, 4, **options, kv_heads=2, v_head_dim=20), inputs(90)
-    with torch.no_grad():
-        at_once, one_by_one = (attn.new_cache(2, 128, torch.float8_e4m3fn) for _ in range(2))
-        whole = attn(x, at_once)
-        parts = torch.cat([attn(piece, one_by_one) for piece in x.split([70, 1, 1, 7, 10, 1], 1)], 1)
-        exact = attn(x, attn.new_cache(2, 128))
-    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-4)
-    if "select" not in options:  # other keys may choose other blocks
-        assert 1e-4 < (whole - exact).norm() / exact.norm() < 0.06
-
-
-def test_a_compiled_layer_with_an_e4m3_cache_gives_what_it_gives_eagerly():
-    torch._dynamo.reset()
-    attn, counter = layer(mask=WINDOW, kv_heads=2), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attn, backend=counter, fullgraph=True)
-    with torch.no_grad():
-        caches = [attn.new_cache(2, 160, torch.float8_e4m3fn) for _ in range(2)]
-        pieces = inputs(90).split([80] + 10 * [1], 1)
-        for number, piece in enumerate(pieces):
-            torch.testing.assert_close(compiled(piece, caches[0]), attn(piece, caches[1]), atol=1e-5, rtol=1e-4)
-            if number == 3:
-                first = counter.frame_count
-    assert counter.frame_count == first
-
-
-PIECES = [70, 1, 1, 7, 65, 1]
-
-
-@pytest.mark.parametrize("room, v_head_dim", [(sum(PIECES), None), (200, None), (200, 20)])
-def test_a_table_that_covers_the_cache_gives_what_its_pattern_does(room, v_head_dim):
-    attn = layer(mask=sf.compile_mask(WINDOW, 200), kv_heads=2, v_head_dim=v_head_dim)
-    x = inputs(sum(PIECES))
-    cache = attn.new_cache(2, room)
-    with torch.no_grad():
-        parts = torch.cat([attn(piece, cache) for piece in x.split(PIECES, 1)], 1)
-        attn.mask = WINDOW
-        torch.testing.assert_close(parts, attn(x), atol=1e-5, rtol=1e-4)
-
-
 def test_a_table_with_a_cache_gives_the_gradients_of_its_pattern():
     x, gradients = inputs(90), []
     for mask in (sf.compile_mask(WINDOW, 128), WINDOW):
@@ -153,53 +195,52 @@ def test_a_table_with_a_cache_gives_the_gradients_of_its_pattern():
         attn(x[:, :80], cache)
         attn(x[:, 80:], cache).square().sum().backward()
         gradients.append([p.grad for p in (attn.q_proj.weight, attn.out_proj.weight)])
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"mask": CHOSEN}, {"mask": None, "kv_heads": 1}, {"select": {"keep": 2}}])
-@pytest.mark.parametrize("part", ["k_proj", "v_proj", "x"])
-def test_a_cache_is_refused_where_keys_or_values_would_lose_their_gradients(part, options):
-    attn, x = layer(**{"mask": "causal"} | options).requires_grad_(False), inputs(70)
-    attn.q_proj.requires_grad_(True)
+@parametrize("options", [{"mask": "causal"}, {"mask": CHOSEN}, {"mask": None, "kv_heads": 1}, {"select": {"keep": 2}}])
+def test_a_cache_is_refused_where_keys_or_values_would_lose_their_gradients(options):
+    attn, x = layer(**options), inputs(70)
     cache = attn.new_cache(2, 200)
-    (x if part == "x" else getattr(attn, part)).requires_grad_(True)
-    with pytest.raises(ValueError, match=r"a layer with a cache gives no gradients.*under torch.no_grad\(\), or without a cache"):
-        attn(x, cache)
-    assert cache.tokens == 0
+    for learned in (attn.k_proj.weight, attn.v_proj.weight, x):
+        attn.requires_grad_(False), x.requires_grad_(False)
+        attn.q_proj.requires_grad_(True), learned.requires_grad_(True)
+        with pytest.raises(
+            ValueError, match=r"a layer with a cache gives no gradients.*under torch.no_grad\(\), or without a cache"
+        ):
+            attn(x, cache)
+        assert cache.tokens == 0
     with torch.no_grad():
         attn(x, cache)
     assert cache.tokens == 70
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("as_text", [False, True])
-@pytest.mark.parametrize(
-    "spec, limit",
+@torch.no_grad()
+@parametrize(
+    "spec, limit, call",
     [
-        ("causal & (sampled(4, keep=1, block=64) | sinks(2))", "causal"),
-        ("causal & local(150) & sampled(4, keep=1, block=64)", "causal & local(150)"),
-        ("sampled(4, keep=1, block=64)", None),
-        ("per_head([causal & pooled(keep=1), causal & pooled(keep=2), causal & local(9), causal & pooled(keep=1)])", "by head"),
+        (sf.parse(CHOSEN), "causal", None),
+        ("causal & local(150) & sampled(4, keep=1, block=64)", "causal & local(150)", None),
+        ("sampled(4, keep=1, block=64)", None, None),
+        (sf.parse(CHOSEN_BY_HEAD), "per_head([causal, causal, causal & local(9), causal])", None),
+        (sf.parse(CHOSEN_BY_HEAD), "per_head([causal, causal, causal & local(9), causal])", in_one_graph),
     ],
 )
-def test_a_prompt_chooses_and_few_tokens_after_it_attend_to_all_before_the_choosers(spec, limit, as_text, compiled):
-    torch._dynamo.reset()
-    limit = "per_head([causal, causal, causal & local(9), causal])" if limit == "by head" else limit
-    attn, dense, x = layer(mask=spec if as_text else sf.parse(spec)), layer(mask=limit), inputs(200)
-    call = torch.compile(attn, backend="aot_eager", fullgraph=True) if compiled else attn
-    with torch.no_grad():
-        cache, of_dense = attn.new_cache(2, 200), dense.new_cache(2, 200)
-        torch.testing.assert_close(call(x[:, :130], cache), attn(x[:, :130]))
-        dense(x[:, :130], of_dense)
-        for piece in x[:, 130:].split([1, 1, 64, 4], 1):
-            torch.testing.assert_close(call(piece, cache), dense(piece, of_dense), atol=1e-5, rtol=1e-4)
-        cache.reset(), of_dense.reset()
-        torch.testing.assert_close(call(x[:, :20], cache), dense(x[:, :20], of_dense), atol=1e-5, rtol=1e-4)  # a short prompt
+def test_a_prompt_chooses_and_few_tokens_after_it_attend_to_all_before_the_choosers(spec, limit, call):
+    attn, dense, x = layer(mask=spec), layer(mask=limit), inputs(200)
+    call = attn if call is None else call(attn)
+    cache, of_dense = attn.new_cache(2, 200), dense.new_cache(2, 200)
+    torch.testing.assert_close(call(x[:, :130], cache), attn(x[:, :130]))
+    dense(x[:, :130], of_dense)
+    for piece in x[:, 130:].split([1, 1, 64, 4], 1):
+        torch.testing.assert_close(call(piece, cache), dense(piece, of_dense), atol=1e-5, rtol=1e-4)
+    cache.reset(), of_dense.reset()
+    torch.testing.assert_close(call(x[:, :20], cache), dense(x[:, :20], of_dense), atol=1e-5, rtol=1e-4)  # a short prompt
     assert cache.tokens == 20
 
 
-@pytest.mark.parametrize(
+@torch.no_grad()
+@parametrize(
     "options, message",
     [
         ({"mask": "scored(keep=1)"}, "scored needs the scores"),
@@ -207,60 +248,66 @@ def test_a_prompt_chooses_and_few_tokens_after_it_attend_to_all_before_the_choos
         ({"mask": "causal & documents((0, 40, 75))"}, "it names 75"),
         ({"mask": "causal", "select": lambda q, k: 1 / 0}, "division by zero"),
         ({"mask": "causal", "backend": "hopper"}, "hopper"),
+        ({"mask": sf.compile_mask(WINDOW, 149)}, "the cache's room of 150 tokens; got q_len=149, kv_len=149; compile it for 150"),
+        ({"select": partial(sf.topk_blocks, keep=3, every=4)}, "must choose for each query; got every=4"),
     ],
 )
 def test_a_call_that_fails_leaves_the_cache_as_it_was(options, message):
-    attn, x = layer(), inputs(150)
-    failing = layer(**options)
-    failing.load_state_dict({name: p for name, p in attn.state_dict().items() if name != "mask_spec"}, strict=False)
-    with torch.no_grad():
-        cache, alone = attn.new_cache(2, 150), attn.new_cache(2, 150)
-        for piece in x.split([70, 80], 1):
-            with pytest.raises(Exception, match=message):
-                failing(piece, cache)
-            assert torch.equal(attn(piece, cache), attn(piece, alone))
+    attn, failing, x = layer(), layer(**options), inputs(150)
+    cache, alone = attn.new_cache(2, 150), attn.new_cache(2, 150)
+    for piece in x.split([70, 80], 1):
+        with pytest.raises(Exception, match=message):
+            failing(piece, cache)
+        assert torch.equal(attn(piece, cache), attn(piece, alone))
     assert torch.equal(cache.keys, alone.keys) and torch.equal(cache.values, alone.values)
 
 
-def test_a_table_that_does_not_cover_the_cache_is_refused_before_the_cache_takes_tokens():
-    attn = layer(mask=sf.compile_mask(WINDOW, 40)).requires_grad_(False)
+@torch.no_grad()
+def test_a_table_may_be_of_the_tokens_of_a_call_and_not_of_the_cache():
+    attn = layer(mask=sf.compile_mask(WINDOW, 40))
     cache = attn.new_cache(2, 41)
-    with pytest.raises(ValueError, match="cover the cache's room of 41 tokens; got q_len=40, kv_len=40; compile it for 41"):
-        attn(inputs(5), cache)
-    assert cache.tokens == 0
-    assert attn(inputs(40), cache).shape == (2, 40, DIM)  # the mask is for exactly these tokens
+    assert attn(inputs(40), cache).shape == (2, 40, DIM)
     attn.mask = sf.compile_mask(WINDOW, 1, 41)
     assert attn(inputs(1), cache).shape == (2, 1, DIM)
 
 
-@pytest.mark.parametrize("mask", [WINDOW, sf.compile_mask(WINDOW, 160), "causal", None], ids=["text", "table", "causal", "dense"])
-def test_a_compiled_layer_with_a_cache_compiles_nothing_with_each_token(mask):
-    torch._dynamo.reset()
-    attn = layer(mask=mask, kv_heads=2)
-    counter = CompileCounterWithBackend("aot_eager")
+@torch.no_grad()
+@parametrize(
+    "options, dtype",
+    [
+        ({"mask": WINDOW}, E4M3),
+        ({"mask": sf.compile_mask(WINDOW, 160)}, None),
+        ({"mask": None}, None),
+        ({"select": BY_MEANS}, None),
+    ],
+    ids=["text", "table", "dense", "picks"],
+)
+def test_a_compiled_layer_with_a_cache_compiles_nothing_with_each_token(options, dtype):
+    attn, counter, counts = layer(kv_heads=2, **options), CompileCounterWithBackend("aot_eager"), []
     compiled = torch.compile(attn, backend=counter, fullgraph=True)
-    pieces = inputs(100).split([80] + 20 * [1], 1)
-    with torch.no_grad():
-        cache, ours = attn.new_cache(2, 160), []
-        for number, piece in enumerate(pieces):
-            ours.append(compiled(piece, cache))
-            if number == 3:
-                first = counter.frame_count
-        assert counter.frame_count == first and cache.tokens == 100
-        cache.reset()
-        theirs = [attn(piece, cache) for piece in pieces]
-    torch.testing.assert_close(torch.cat(ours, 1), torch.cat(theirs, 1), atol=1e-5, rtol=1e-4)
+    caches = [attn.new_cache(2, 160, dtype) for _ in range(2)]
+    for piece in inputs(90).split([80] + 10 * [1], 1):
+        torch.testing.assert_close(compiled(piece, caches[0]), attn(piece, caches[1]), atol=1e-5, rtol=1e-4)
+        counts.append(counter.frame_count)
+    assert counts[3] == counts[-1] and caches[0].tokens == 90
 
+
+def test_a_cache_keeps_no_graph_of_its_tokens():
+    cache = sf.KeyValueCache(2, 2, 8, 16)
+    keys, values = cache.append(*torch.randn(2, 2, 2, 3, 16, requires_grad=True))
+    assert not keys.requires_grad and not values.requires_grad
+
+
+# Masks.
 
 MASKS = {"text": "causal & local(9)", "pattern": sf.causal() & sf.local(9), "table": sf.compile_mask("causal & local(9)", TOKENS)}
 
 
-@pytest.mark.parametrize("name", [*MASKS, "dense"])
+@parametrize("name", [*MASKS, "dense"])
 def test_a_mask_that_is_set_later_is_that_of_every_use(name):
-    torch._dynamo.reset()
     mask, x = MASKS.get(name), inputs()
     attn, other = layer(), layer(mask=mask)
-    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+    compiled = in_one_graph(attn)
     before = compiled(x)
     attn.mask = mask
     wanted = other(x)
@@ -268,47 +315,57 @@ def test_a_mask_that_is_set_later_is_that_of_every_use(name):
     for one in (attn, compiled, copy.deepcopy(attn), pickle.loads(pickle.dumps(attn))):
         torch.testing.assert_close(one(x), wanted)
         assert repr(getattr(one, "_orig_mod", one)) == repr(other)
-    assert attn.state_dict().keys() == other.state_dict().keys()
+    assert attn.state_dict().keys() == other.state_dict().keys() and f"mask={sf.parse(SPEC)}" in repr(layer())
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", MASKS)
-def test_a_mask_of_one_call_is_that_of_this_call_alone(name, compiled):
-    if compiled and name == "pattern" and torch.__version__ < "2.13":
+@parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@parametrize("name", MASKS)
+def test_a_mask_of_one_call_is_that_of_this_call_alone(name, compiles):
+    if compiles and name == "pattern" and torch.__version__ < "2.13":
         pytest.skip("PyTorch before 2.13 traces no Pattern objects")
-    torch._dynamo.reset()
-    attn, other, x = layer().eval(), layer(mask=MASKS[name]).eval(), inputs()
-    call = torch.compile(attn, fullgraph=True, backend="aot_eager") if compiled else attn
-    own, wanted, saved = attn(x), other(x), attn.state_dict()
+    attn, x, wanted = layer().requires_grad_(False), inputs(), layer(mask=MASKS[name])(inputs())
+    own, saved, cache = attn(x), attn.state_dict(), attn.new_cache(2, TOKENS)
+    call = in_one_graph(attn) if compiles else attn
+    parts = [call(part, cache, mask=MASKS[name]) for part in x.split([149, 1], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), wanted)
     for mask, expected in ((MASKS[name], wanted), (None, own)):
         torch.testing.assert_close(call(x, mask=mask), expected)
     assert all(torch.equal(saved[one], tensor) for one, tensor in attn.state_dict().items())
-    cache = attn.new_cache(2, TOKENS)
-    with torch.no_grad():
-        parts = [call(part, cache, mask=MASKS[name]) for part in x.split([100, 1, 49], 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), wanted)
+
+
+@parametrize("select", [SELECT, SELECT.keywords], ids=["function", "arguments"])
+def test_a_choice_of_a_layer_is_shown_and_that_of_its_copies(select):
+    attn, x = layer(kv_heads=2, select=select), inputs(100)
+    for one in (copy.deepcopy(attn), pickle.loads(pickle.dumps(attn)), in_one_graph(attn)):
+        torch.testing.assert_close(one(x), attn(x))
+    assert "keep=3" in repr(attn) and "always='sinks(2)'" in repr(attn) and "mask=" not in repr(attn)
 
 
 def test_a_mask_of_a_wrong_type_is_refused_when_it_is_set():
     attn = layer()
     before = attn.mask
-    with pytest.raises(TypeError, match="or a BlockMask; got int"):
-        attn.mask = 3
-    with pytest.raises(ValueError, match="did you mean 'causal'"):
-        attn.mask = "causl"
+    for wrong, error, message in ((3, TypeError, "or a BlockMask; got int"), ("causl", ValueError, "did you mean 'causal'")):
+        with pytest.raises(error, match=message):
+            attn.mask = wrong
     assert attn.mask is before
 
 
-def test_a_layer_survives_saving_and_moves_between_dtypes():
-    attn, other = layer(), layer()
-    torch.nn.init.normal_(other.q_proj.weight)
-    other.load_state_dict(attn.state_dict())
-    assert torch.equal(attn(inputs()), other(inputs()))
-    assert attn.to(torch.bfloat16)(inputs().bfloat16()).dtype == torch.bfloat16
-    assert attn.new_cache(1, 4).keys.dtype == torch.bfloat16
+def test_weights_are_dropped_out_in_training_alone():
+    attn, plain, x = layer(dropout_p=0.3), layer(), inputs()
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(attn(x))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    with pytest.raises(ValueError, match=r"with dropout_p=0.3 takes no cache; call layer.eval\(\)"):
+        attn(x, attn.new_cache(2, TOKENS))
+    assert torch.equal(attn.eval()(x), plain(x))
+    with torch.no_grad():
+        attn(x, attn.new_cache(2, TOKENS))
 
 
-SPEC = "causal & (sinks(2) | local(20))"
+# Saved layers.
+
 TEXTLESS = {
     "a function": {"mask": sf.causal() & sf.from_mask_fn(lambda q, kv: (q - kv) % 3 == 0)},
     "a table": {"mask": sf.compile_mask("causal & local(3)", TOKENS)},
@@ -324,50 +381,51 @@ def test_a_saved_mask_is_its_text_and_goes_through_safetensors():
     assert specs == {"0.mask_spec": SPEC, "1.mask_spec": "full"}
     for saved in (state, {name: value.bfloat16() for name, value in state.items()}):
         assert str(model.load_state_dict(saved)) == "<All keys matched successfully>"
+    for textless in model[2:]:  # neither saved nor compared
+        textless.load_state_dict(model[0].state_dict())
+        model[0].load_state_dict(textless.state_dict())
 
 
-@pytest.mark.parametrize("here, there", [(SPEC, "causal"), (None, SPEC), ("causal", None), (SPEC, "causal & windmill(3)")])
-def test_a_layer_under_another_mask_than_the_saved_one_warns_once_and_names_both(here, there):
-    model, state = torch.nn.Sequential(*(layer(mask=here) for _ in range(2))), {}
-    for name, value in torch.nn.Sequential(layer(), layer()).state_dict().items():
-        state[name] = torch.tensor(list((there or "full").encode()), dtype=torch.uint8) if "mask_spec" in name else value
-    said = f"under the mask '{there or 'full'}', and the layer that loads it keeps its own, '{here or 'full'}'; set layer.mask"
+@parametrize(
+    "here, saved, warns",
+    [
+        (SPEC, "causal", True),
+        ("full", SPEC, True),
+        ("causal", "full", True),
+        (SPEC, "causal & windmill(3)", True),
+        # Of earlier versions, or in another order.
+        (SPEC, f"{SPEC}\n0123456789ab", False),
+        (SPEC, "(local(20) | sinks(2)) & causal\n", False),
+        (SPEC, None, False),
+    ],
+)
+def test_a_layer_that_loads_keeps_its_mask_and_warns_once_if_another_was_saved(here, saved, warns):
+    model, other = (torch.nn.Sequential(*(layer(mask=here) for _ in range(2))) for _ in range(2))
+    state = {name: tensor for name, tensor in model.state_dict().items() if "mask_spec" not in name}
+    if saved is not None:
+        state |= {f"{n}.mask_spec": torch.tensor(list(saved.encode()), dtype=torch.uint8) for n in (0, 1)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        model.load_state_dict(state)
-    assert [said in str(one.message) for one in caught] == [True]
-    assert torch.equal(model(inputs()), torch.nn.Sequential(*(layer(mask=here) for _ in range(2)))(inputs()))
-
-
-@pytest.mark.parametrize("saved", [f"{SPEC}\n0123456789ab", "(local(20) | sinks(2)) & causal\n", None])
-@pytest.mark.filterwarnings("error")
-def test_states_of_earlier_versions_and_text_in_another_order_load(saved):
-    attn, state = layer(), layer().state_dict()
-    del state["mask_spec"]
-    if saved is not None:
-        state["mask_spec"] = torch.tensor(list(saved.encode()), dtype=torch.uint8)
-    assert str(attn.load_state_dict(state)) == "<All keys matched successfully>"
-    assert bytes(attn.state_dict()["mask_spec"].tolist()).decode() == SPEC
-
-
-@pytest.mark.parametrize("name", TEXTLESS)
-def test_a_mask_without_text_is_neither_saved_nor_compared(name):
-    attn = layer(**TEXTLESS[name])
-    assert "mask_spec" not in attn.state_dict()
-    attn.load_state_dict(layer().state_dict())
-    layer().load_state_dict(attn.state_dict())
+        assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+    said = f"under the mask '{saved}', and the layer that loads it keeps its own, '{here}'; set layer.mask"
+    assert [said in str(one.message) for one in caught] == [True] * warns
+    assert torch.equal(model(inputs()), other(inputs()))
+    assert torch.equal(model.state_dict()["0.mask_spec"], other.state_dict()["0.mask_spec"])
 
 
 def test_a_layer_made_without_memory_saves_its_mask_and_loads():
-    saved = layer().state_dict()
+    saved, wanted = layer().state_dict(), layer()(inputs())
     with torch.device("meta"):
-        one, *others = layer(), layer(), layer()
+        one, with_table, *others = layer(), sf.SparseAttention(DIM, 4), layer(), layer()
     one.to_empty(device="cpu").mask_spec.zero_()
     assert torch.equal(one.state_dict()["mask_spec"], saved["mask_spec"])
     for other, state in zip(others, (saved, {name: x for name, x in saved.items() if name != "mask_spec"}), strict=True):
         other.load_state_dict(state, assign=True)
         assert torch.equal(other.to("cpu").mask_spec, saved["mask_spec"])
-        assert torch.equal(other(inputs()), layer()(inputs()))
+        assert torch.equal(other(inputs()), wanted)
+    with_table.mask = sf.compile_mask(SPEC, TOKENS)
+    with_table.to_empty(device="cpu").load_state_dict(saved)
+    torch.testing.assert_close(with_table(inputs()), wanted)
 
 
 @pytest.fixture
@@ -377,9 +435,7 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"full_state_dict": True}, {"full_state_dict": True, "broadcast_from_rank0": True}], ids=str
-)
+@parametrize("options", [{}, {"full_state_dict": True}, {"full_state_dict": True, "broadcast_from_rank0": True}], ids=str)
 def test_sharded_layers_keep_their_mask_and_check_it(options, one_rank, tmp_path):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as states
@@ -402,50 +458,19 @@ def test_sharded_layers_keep_their_mask_and_check_it(options, one_rank, tmp_path
         states.set_model_state_dict(other, dict(state), options=options)
 
 
-def test_weights_are_dropped_out_in_training_alone():
-    attn, plain, x = layer(dropout_p=0.3), layer(), inputs()
-    outs = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        outs.append(attn(x))
-    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
-    with pytest.raises(ValueError, match=r"with dropout_p=0.3 takes no cache; call layer.eval\(\)"):
-        attn(x, attn.new_cache(2, TOKENS))
-    assert torch.equal(attn.eval()(x), plain(x))
-    with torch.no_grad():
-        attn(x, attn.new_cache(2, TOKENS))
-
-
-def test_what_the_layer_shows_names_its_mask():
-    assert f"mask={sf.parse('causal & (local(20) | sinks(2))')}" in repr(layer())
-
-
-@torch.no_grad()
-def test_caches_that_do_not_fit_are_refused():
-    attn = layer()
-    cache = attn.new_cache(2, length=160)
-    with pytest.raises(TypeError, match="k must be a tensor; got NoneType"):
-        cache.append(None, None)
-    attn(inputs(), cache)
-    with pytest.raises(ValueError, match="room for 160 tokens and holds 150; 150 more"):
-        attn(inputs(), cache)
-    with pytest.raises(ValueError, match="as the cache was made for"):
-        attn(inputs(5)[:1], cache)
-    with pytest.raises(ValueError, match=r"shapes \(2, 4, 'tokens', 12\) .* as the cache was made for; got \(2, 12\)"):
-        cache.append(torch.ones(2, 12), torch.ones(2, 12))
-    for sizes, message in (((1, 0), "length .*; got 0"), ((1.5, 9), r"batch .*; got 1\.5"), (("1", 9), "batch .*; got '1'")):
-        with pytest.raises(ValueError, match=message.replace(".*", "must be an integer of at least 1")):
-            attn.new_cache(*sizes)
+# Devices and dtypes.
 
 
 def test_a_layers_tables_follow_it_to_a_device_and_are_never_cast():
     mask = sf.compile_mask("causal & local(20)", TOKENS, block_size=32)
     attn, other = (layer(mask=mask) for _ in range(2))
-    choosing = sf.SparseAttention(
-        DIM, 4, select={"keep": 2, "block_size": 16, "always": sf.compile_mask("sinks(4)", TOKENS, block_size=16)}
-    )
+    always = sf.compile_mask("sinks(4)", TOKENS, block_size=16)
+    choosing = sf.SparseAttention(DIM, 4, select={"keep": 2, "block_size": 16, "always": always})
     before = attn(inputs())
-    for cast in (attn.half, attn.bfloat16, attn.float, attn.cpu, lambda: attn.to("cpu", torch.float32)):
+    for cast in (attn.half, attn.bfloat16):
+        cast()
+        assert attn(inputs().to(attn.q_proj.weight.dtype)).dtype == attn.new_cache(1, 4).keys.dtype == attn.q_proj.weight.dtype
+    for cast in (attn.float, attn.cpu, lambda: attn.to("cpu", torch.float32)):
         cast()
         assert attn.mask is mask
     assert all(name.endswith("_proj.weight") for name in attn.state_dict())
@@ -458,17 +483,3 @@ def test_a_layers_tables_follow_it_to_a_device_and_are_never_cast():
     assert [t.dtype for t in attn.mask.tensors()] == [t.dtype for t in mask.tensors()]
     assert attn.mask is other.mask, "layers that share a table share its copy"
     assert attn(inputs().to("meta")).shape == before.shape and not mask.mask_index.is_meta
-
-
-def test_a_layer_made_without_memory_takes_its_tables_along():
-    with torch.device("meta"):
-        attn = sf.SparseAttention(DIM, 4)
-    attn.mask = sf.compile_mask("causal", TOKENS)
-    attn.to_empty(device="cpu").load_state_dict(layer().state_dict())
-    torch.testing.assert_close(attn(inputs()), layer(mask="causal")(inputs()))
-
-
-def test_a_cache_keeps_no_graph_of_its_tokens():
-    cache = sf.KeyValueCache(2, 2, 8, 16)
-    keys, values = cache.append(*torch.randn(2, 2, 2, 3, 16, requires_grad=True))
-    assert not keys.requires_grad and not values.requires_grad

@@ -1,5 +1,7 @@
 """``precision="fp8"``: its definition, what it refuses, and Hopper's kernels against the definition, on a CPU."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from oracle import heavy_rows_split, poisoned_memory, rising
@@ -93,41 +95,32 @@ CALLS = {  # mask, q_len, kv_len, heads, kv_heads, head_dim, and what differs fr
     "three warp groups, dense": (None, 700, 130, 2, 1, 64, {}),
     "three warp groups, causal": ("causal", 700, 700, 2, 2, 64, {}),
     "64 and 128": ("causal", 200, 260, 1, 1, 64, {"v_head_dim": 128}),
+    "a mask for each head": ("per_head([causal, local(100)])", 512, 512, 2, 1, 64, {}),
+    "split rows": ("causal | sinks(130)", 512, 512, 2, 1, 64, {"split": True}),
+    # Scores that rise far from key to key.
+    "rising, dense": (None, 500, 500, 1, 1, 64, {"rise": 100.0}),
+    "rising, causal": ("causal", 500, 500, 1, 1, 128, {"rise": 100.0}),
 }
-
-
-def on_hopper(q, k, v, mask, seed=0):
-    with emulated.gluon_on_cpu(seed), poisoned_memory():
-        return sf.attention(q, k, v, mask, precision="fp8", backend="hopper", return_lse=True)
-
-
-def assert_as_defined(found, q, k, v, mask):
-    kept = None if mask is None else mask.to_dense()
-    out, lse = attention_in_eight_bits(q, k, v, kept, q.shape[3] ** -0.5)
-    some = ~lse.isneginf()
-    assert torch.equal(found[1].isneginf(), ~some) and not found[0][~some].any()
-    assert error(found[0], out) < 4e-3 and (found[1] - lse)[some].abs().max() < 2e-2
 
 
 @on_cpu
 @pytest.mark.parametrize("name", CALLS)
 def test_hopper_kernels_compute_the_definition(name):
     spec, q_len, kv_len, *sizes, changed = CALLS[name]
-    options = {"block": 128} | changed
-    block = options.pop("block")
+    options = {"block": 128, "split": False, "rise": 0.0} | changed
+    block, split, rise = (options.pop(one) for one in ("block", "split", "rise"))
     q, k, v = inputs(q_len, kv_len, *sizes, **options)
-    mask = None if spec is None else sf.compile_mask(spec, q_len, kv_len, block)
-    assert_as_defined(on_hopper(q, k, v, mask, len(name)), q, k, v, mask)
-
-
-@on_cpu
-def test_hopper_kernels_combine_splits_and_run_a_mask_for_each_head():
-    with heavy_rows_split():
-        mask = sf.compile_mask("causal | sinks(130)", 512, 512, 128)
-    assert mask.by_query.is_split
-    for of_heads in (mask, sf.BlockMask.per_head([sf.compile_mask("causal", 512), sf.compile_mask("local(100)", 512)])):
-        q, k, v = inputs(512, 512, 2, 1, 64)
-        assert_as_defined(on_hopper(q, k, v, of_heads), q, k, v, of_heads)
+    if rise:
+        rising(q, k, None, rise)
+    with heavy_rows_split() if split else nullcontext():
+        mask = None if spec is None else sf.compile_mask(spec, q_len, kv_len, block)
+    assert not split or mask.by_query.is_split
+    with emulated.gluon_on_cpu(len(name)), poisoned_memory():
+        out, lse = sf.attention(q, k, v, mask, precision="fp8", backend="hopper", return_lse=True)
+    wanted, wanted_lse = attention_in_eight_bits(q, k, v, None if mask is None else mask.to_dense(), q.shape[3] ** -0.5)
+    some = ~wanted_lse.isneginf()
+    assert torch.equal(lse.isneginf(), ~some) and not out[~some].any()
+    assert error(out, wanted) < 4e-3 and (lse - wanted_lse)[some].abs().max() < 2e-2
 
 
 @on_cpu
@@ -139,12 +132,3 @@ def test_drawn_calls_are_right_in_drawn_orders_of_events(seed):
         call = fuzz_eight_bits.draw(seed, "hopper")
         wrong = fuzz_eight_bits.failure(call)
     assert wrong is None, f"{call}: {wrong}"
-
-
-@on_cpu
-@pytest.mark.parametrize("spec, head_dim", [(None, 64), ("causal", 128)])
-def test_scores_that_rise_far_from_key_to_key_are_right(spec, head_dim):
-    q, k, v = inputs(500, 500, 1, 1, head_dim)
-    rising(q, k, None, 100.0)
-    mask = None if spec is None else sf.compile_mask(spec, 500)
-    assert_as_defined(on_hopper(q, k, v, mask), q, k, v, mask)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import numpy as np
@@ -34,19 +35,9 @@ class EveryThird(sf.Pattern):
         return ((q + kv) % 3 == 0) & (kv <= q)
 
 
-PATTERNS = {
-    "dense": None,
-    "causal": "causal",
-    "window": "causal & local(100)",
-    "both ways": "local(30) | global_tokens(5)",
-    "butterfly": "butterfly(block=32)",
-    "strided": "causal & strided(7, block=1)",
-    "random": "random(0.4, block=16)",
-    "custom": EveryThird(),
-}
 # Patterns in which each query keeps one run of keys, ascending: documents are attended to in place.
 SINGLE_RUNS = {
-    "none": None,
+    "dense": None,
     "causal": "causal",
     "local": "local(30)",
     "window": "causal & local(100)",
@@ -55,8 +46,13 @@ SINGLE_RUNS = {
     "later": ~sf.causal(),
     "long documents": "shifted(documents((0, 100, 150)), 0, allow_uncovered=True)",
 }
-
-
+PATTERNS = SINGLE_RUNS | {
+    "both ways": "local(30) | global_tokens(5)",
+    "butterfly": "butterfly(block=32)",
+    "strided": "causal & strided(7, block=1)",
+    "random": "random(0.4, block=16)",
+    "custom": EveryThird(),
+}
 BOTH_WAYS = parametrize("mask", ["causal & local(50)", "causal & (local(50) | sinks(3))"], ids=["in place", "moved"])
 
 
@@ -83,58 +79,40 @@ def packer(request, monkeypatch):
     monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: request.param == "kernels")
 
 
+# Lengths of queries, of keys where these are others, and tokens of no document after them.
+LENGTHS = {
+    "edges": (EDGES, None, 0),
+    "tokens of no document": ((290, 5), None, 20),
+    "fewer queries": (FEWER, MORE, 0),
+    "more queries": (MORE, FEWER, 0),
+    "empty documents": ((0, 20), (5, 0), 150),
+    "no document": ((0, 0), None, 7),
+}
+
+
 @pytest.mark.usefixtures("packer")
+@parametrize("lengths", LENGTHS)
 @parametrize("name", PATTERNS)
-def test_each_document_attends_to_itself_under_the_pattern_at_its_own_length(name):
-    check("torch", PATTERNS[name], EDGES)
-
-
-@pytest.mark.usefixtures("packer")
-@parametrize("name", SINGLE_RUNS)
-def test_documents_of_single_runs_are_attended_to_where_they_lie(name, monkeypatch):
-    monkeypatch.setattr(gather_rows, "take_rows", None)
-    check("torch", SINGLE_RUNS[name], EDGES)
-    check("torch", SINGLE_RUNS[name], (290, 5), beyond=20)
-
-
-@pytest.mark.usefixtures("packer")
-@parametrize("q_lens, k_lens", [(FEWER, MORE), (MORE, FEWER)], ids=["fewer", "more"])
-@parametrize("name", ["both ways", "random", *(f"single run: {name}" for name in SINGLE_RUNS)])
-def test_documents_with_fewer_or_more_queries_than_keys_are_aligned_at_their_ends(name, q_lens, k_lens):
-    pattern = SINGLE_RUNS[name[12:]] if name.startswith("single run: ") else PATTERNS[name]
-    check("torch", pattern, q_lens, k_lens)
-
-
-@pytest.mark.usefixtures("packer")
-def test_tokens_of_no_document_give_zero_and_no_gradient():
-    check("torch", "causal", (100, 30), beyond=70)
-    check("torch", "causal", (0, 0), beyond=7)
-    check("torch", None, (0, 20), (5, 0), beyond=150)
+def test_each_document_attends_to_itself_under_the_pattern_at_its_own_length(name, lengths, monkeypatch):
+    if name in SINGLE_RUNS:
+        monkeypatch.setattr(gather_rows, "take_rows", None)  # no row moves
+    q_lens, k_lens, beyond = LENGTHS[lengths]
+    check("torch", PATTERNS[name], q_lens, k_lens, beyond=beyond)
 
 
 @parametrize("name", ["causal", "both ways"])
-def test_finite_numbers_past_the_last_document_change_nothing(name):
+def test_what_lies_past_the_last_document_changes_nothing(name):
     outcomes = []
-    for beyond in (0.0, 1e15):
+    for in_its_block, behind in ((0.0, 0.0), (1e15, float("nan"))):
         generator = torch.Generator().manual_seed(0)
         leaves = [torch.randn(400, 2, 16, generator=generator).to(DEVICE) for _ in range(3)]
         for t in leaves:
-            t[150:] = beyond
+            t[150:256], t[256:] = in_its_block, behind
         q, k, v = (t.requires_grad_() for t in leaves)
         out = sf.attention_varlen(q, k, v, cu_seqlens((70, 80)), mask=PATTERNS[name])
         outcomes.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-        assert all((t[150:] == 0).all() for t in outcomes[-1])
+        assert not any(t[150:].any() for t in outcomes[-1])
     assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
-
-
-def test_what_lies_in_blocks_past_that_of_the_last_document_is_never_read():
-    q, k, v = (torch.randn(400, 2, 16, device=DEVICE) for _ in range(3))
-    for t in (q, k, v):
-        t[256:] = float("nan")
-        t.requires_grad_()
-    out = sf.attention_varlen(q, k, v, cu_seqlens((70, 80)), mask="causal")
-    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
-    assert all(t.isfinite().all() and (t[150:] == 0).all() for t in (out, *grads))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -147,51 +125,44 @@ def test_long_documents_are_right_on_a_gpu(backend, name):
 
 
 @BOTH_WAYS
-def test_tensors_may_have_any_memory_order(mask):
-    projected = torch.randn(150, 3, 2, 16, device=DEVICE, requires_grad=True)
-    starts = cu_seqlens((100, 50))
-    out = sf.attention_varlen(*projected.unbind(1), starts, mask=mask)
-    plain = sf.attention_varlen(*(t.contiguous() for t in projected.unbind(1)), starts, mask=mask)
-    assert torch.equal(out, plain) and out.is_contiguous()
-    grads = [torch.autograd.grad(o.square().sum(), projected)[0] for o in (out, plain)]
-    torch.testing.assert_close(*grads)
-
-
-@BOTH_WAYS
 def test_maxima_bound_the_table_and_change_no_result(mask):
     q, k, v = (torch.randn(700, 1, 16, device=DEVICE) for _ in range(3))
     starts = cu_seqlens((200, 300, 100))
     wanted = sf.attention_varlen(q, k, v, starts, mask=mask)
-    for options in ({"max_seqlen_q": 300}, {"max_seqlen_q": 300, "max_seqlen_k": 10_000}, {"max_seqlen_k": 384}):
-        assert torch.equal(sf.attention_varlen(q, k, v, starts, mask=mask, **options), wanted)
+    for most_q, most_k in ((300, None), (300, 10_000), (None, 384), (np.int64(300), np.int32(300))):
+        assert torch.equal(sf.attention_varlen(q, k, v, starts, mask=mask, max_seqlen_q=most_q, max_seqlen_k=most_k), wanted)
+
+
+@dataclass(frozen=True)
+class Counted(EveryThird):
+    """Counts the evaluations of its rule."""
+
+    evaluations: ClassVar[list] = []
+
+    def token_rule(self, q, kv):
+        self.evaluations.append(kv)
+        return super().token_rule(q, kv)
 
 
 def test_new_lengths_compile_no_new_table():
     q, k, v = (torch.randn(600, 1, 16, device=DEVICE) for _ in range(3))
-    pattern = sf.causal() & sf.local(17)
-    sf.attention_varlen(q, k, v, cu_seqlens((300, 300)), mask=pattern, max_seqlen_q=400)
-    misses = repack.long_document.cache_info().misses
-    for lengths in ((10, 390, 200), (1, 2, 3), (400, 200)):
-        for longest in (400, 512):
-            sf.attention_varlen(q, k, v, cu_seqlens(lengths), mask=pattern, max_seqlen_q=longest)
-    assert repack.long_document.cache_info().misses == misses
+    sf.attention_varlen(q, k, v, cu_seqlens((300, 300)), mask=Counted(), max_seqlen_q=400)
+    Counted.evaluations.clear()
+    for lengths in ((10, 290, 200), (1, 2, 3), (300, 200)):
+        for longest in (300, 400, 512):
+            sf.attention_varlen(q, k, v, cu_seqlens(lengths), mask=Counted(), max_seqlen_q=longest)
+    assert not Counted.evaluations
 
 
 # The tables.
 
 
-def pack(
-    by_kernels, pattern, q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400), way=repack.repack_documents
-):
-    if by_kernels and backends.get_backend("triton").why_unavailable():
-        pytest.skip(backends.get_backend("triton").why_unavailable())
-    sides = [
+def sides_of(q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400)):
+    """Documents of queries, and of keys unless these are the same."""
+    return [
         starts if starts is None else repack.PackedDocuments(torch.tensor(starts, device=DEVICE), *rest)
         for starts, *rest in zip((q_cu_seqlens, k_cu_seqlens), tokens, longest, strict=True)
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather_rows, "can_use_kernels", lambda device: by_kernels)
-        return way(pattern, *sides)
 
 
 STARTS = {
@@ -208,26 +179,23 @@ STARTS = {
 }
 
 
-@parametrize("name", ["both ways", "random"])
+@needs_triton
+@parametrize("name", [*SINGLE_RUNS, "both ways", "random"])
 @parametrize("starts", STARTS)
-def test_the_table_by_kernels_equals_that_made_on_the_host(name, starts):
-    pattern = PATTERNS[name] or "full"
-    host, device = (pack(by_kernels, pattern, *STARTS[starts]) for by_kernels in (False, True))
-    for mine, theirs in zip((*device.queries, *device.keys), (*host.queries, *host.keys), strict=True):
-        assert torch.equal(mine, theirs)
-    assert torch.equal(device.mask.to_dense(), host.mask.to_dense())
-    assert_well_formed(device.mask)
-
-
-@parametrize("name", SINGLE_RUNS)
-@parametrize("starts", STARTS)
-def test_the_table_in_place_by_kernels_equals_that_made_on_the_host(name, starts):
-    pattern = "full" if SINGLE_RUNS[name] is None else SINGLE_RUNS[name]
-    host, device = (pack(by_kernels, pattern, *STARTS[starts], way=in_place.build_packed_mask) for by_kernels in (False, True))
+def test_the_table_by_kernels_equals_that_made_on_the_host(name, starts, monkeypatch):
+    pattern, made = "full" if name == "dense" else PATTERNS[name], []
+    for by_kernels in (False, True):
+        monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device, by_kernels=by_kernels: by_kernels)
+        pack = in_place.build_packed_mask if name in SINGLE_RUNS else repack.repack_documents
+        made.append(pack(pattern, *sides_of(*STARTS[starts])))
+    if name not in SINGLE_RUNS:
+        assert all(map(torch.equal, (*made[0].queries, *made[0].keys), (*made[1].queries, *made[1].keys)))
+        made = [one.mask for one in made]
+    host, device = made
     assert torch.equal(device.to_dense(), host.to_dense())
     assert_well_formed(device)
-    full = [mask.by_query.row_split[0, :, 0] - mask.by_query.row_ptr[0, :-1] for mask in (host, device)]
-    assert torch.equal(*full)  # and no full block has a tile
+    if name in SINGLE_RUNS:  # no full block has a tile
+        assert torch.equal(*(mask.by_query.row_split[0, :, 0] - mask.by_query.row_ptr[0, :-1] for mask in made))
 
 
 @given(
@@ -242,14 +210,11 @@ def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
     q_lens, k_lens = zip(*lengths, strict=True)
     k_lens = q_lens if same else k_lens
     tokens = sum(q_lens) + beyond, sum(k_lens) + beyond
-    longest = max(q_lens) + slack, max(k_lens) + slack
-    sides = [
-        repack.PackedDocuments(torch.tensor(bounds(n)), *rest) for n, *rest in zip((q_lens, k_lens), tokens, longest, strict=True)
-    ]
+    sides = sides_of(bounds(q_lens), bounds(k_lens), tokens, (max(q_lens) + slack, max(k_lens) + slack))
     sizes = sides[0][1:] + sides[1][1:]
-    plan, constants = in_place._make_plan("full" if pattern == "none" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
+    plan, constants = in_place._make_plan("full" if pattern == "dense" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
     plan = repack.PackPlan(*plan)
-    first, stop = in_place._packed_runs(constants[0].numpy(), sides[0].cu_seqlens, sides[1].cu_seqlens, plan)
+    first, stop = in_place._packed_runs(constants[0].numpy(), *(side.cu_seqlens.cpu() for side in sides), plan)
     blocks = [slice(low, low + 128) for low in range(0, tokens[0], 128)]
     touched = full = 0
     for block in blocks:
@@ -323,47 +288,29 @@ def test_nothing_waits_for_the_device_and_lengths_change_under_a_graph(mask):
 
 
 @BOTH_WAYS
-def test_a_compiled_function_takes_new_lengths_without_a_graph_break_or_a_recompilation(mask):
+def test_compiled_code_takes_new_lengths_and_numbers_of_documents(mask):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-
-    def attend(q, k, v, starts):
-        return sf.attention_varlen(q, k, v, starts, mask=mask, return_lse=True)
-
-    def outcome(function, starts):
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out, lse = function(*leaves, starts)
-        return [out, lse, *torch.autograd.grad(out.square().sum() + lse[:, :10].sum(), leaves)]
-
-    q, k, v = (torch.randn(300, 2, 16, device=DEVICE) for _ in range(3))
-    compiled = torch.compile(attend, fullgraph=True, backend=counter)
-    for lengths in ((100, 200), (10, 150), (300, 0)):
-        starts = cu_seqlens(lengths)
-        assert all(torch.equal(*pair) for pair in zip(outcome(compiled, starts), outcome(attend, starts), strict=True))
-    assert counter.frame_count == 1
-
-
-def packed(tokens=10, heads=2, kv_heads=2, k_tokens=None):
-    shapes = [(tokens, heads, 16)] + 2 * [(k_tokens or tokens, kv_heads, 16)]
-    return [torch.randn(shape, device=DEVICE) for shape in shapes]
+    compiled = torch.compile(sf.attention_varlen, fullgraph=True, backend=counter)
+    qkv = [torch.randn(200, 2, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    linear = [torch.linspace(0, 200, documents + 1, device=DEVICE).to(torch.int32) for documents in (40, 33, 64, 50, 35, 62)]
+    for number, ends in enumerate([cu_seqlens((100, 100)), cu_seqlens((10, 150)), cu_seqlens((200, 0)), *linear]):
+        ours, theirs = (call(*qkv, ends, mask=mask, return_lse=True) for call in (compiled, sf.attention_varlen))
+        torch.testing.assert_close(ours, theirs)
+        of_both = [torch.autograd.grad(out.square().sum() + lse[:, :10].sum(), qkv) for out, lse in (ours, theirs)]
+        torch.testing.assert_close(*of_both, rtol=1e-4, atol=1e-5)
+        # One graph for a number of documents, one for many numbers, and at most one more for the power of two above them.
+        assert counter.frame_count <= (1 if number < 3 else 3)
 
 
 @parametrize("tokens, k_tokens", [(0, 0), (0, 5), (5, 0)])
-@parametrize("mask", [None, "causal", "random(0.5, block=1)"])
+@parametrize("mask", [None, "random(0.5, block=1)"])
 def test_without_queries_or_keys_results_and_gradients_are_zero(mask, tokens, k_tokens):
     shapes = (tokens, 4, 16), (k_tokens, 2, 16), (k_tokens, 2, 8)
     q, k, v = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes)
     out, lse = sf.attention_varlen(q, k, v, cu_seqlens((tokens, 0)), cu_seqlens((k_tokens, 0)), mask, return_lse=True)
     assert torch.equal(out, out.new_zeros(tokens, 4, 8)) and torch.equal(lse, lse.new_full((4, tokens), float("-inf")))
-    out.sum().backward()
-    assert all(torch.equal(t.grad, torch.zeros_like(t)) for t in (q, k, v))
-
-
-def test_a_maximum_may_be_of_any_integer_type():
-    tensors, starts = packed(), cu_seqlens((4, 6))
-    for whole in (np.int64(6), np.int32(6)):
-        got = sf.attention_varlen(*tensors, starts, mask="causal", max_seqlen_q=whole, max_seqlen_k=whole)
-        assert torch.equal(got, sf.attention_varlen(*tensors, starts, mask="causal", max_seqlen_q=6, max_seqlen_k=6))
+    assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
 def test_autocast_casts_tensors_of_unlike_dtypes():
@@ -374,21 +321,6 @@ def test_autocast_casts_tensors_of_unlike_dtypes():
     assert out.dtype == torch.bfloat16
     wanted = sf.attention_varlen(*(t.bfloat16() for t in (q, k, v)), ends, mask="causal", backend="torch")
     assert torch.equal(out, wanted)
-
-
-@pytest.mark.parametrize("mask", ["causal", "causal & (local(9) | sinks(3))"], ids=["in place", "moved"])
-def test_compiled_code_serves_many_numbers_of_documents(mask):
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(sf.attention_varlen, fullgraph=True, backend=counter)
-    qkv = [torch.randn(200, 2, 16, requires_grad=True) for _ in range(3)]
-    for documents in (40, 33, 64, 50, 47, 61, 35, 59, 38, 44, 34, 62):
-        ends = torch.linspace(0, 200, documents + 1).to(torch.int32)
-        ours, theirs = (call(*qkv, ends, mask=mask, backend="torch") for call in (compiled, sf.attention_varlen))
-        torch.testing.assert_close(ours, theirs)
-        for a, b in zip(*(torch.autograd.grad(out.square().sum(), qkv) for out in (ours, theirs)), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert counter.frame_count <= 3  # one number, many numbers, and at most once for the power of two above them
 
 
 def test_sizes_of_packed_tables_are_plain_numbers_where_those_of_their_arguments_are_symbols(monkeypatch):

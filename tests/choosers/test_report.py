@@ -1,6 +1,5 @@
 """A report says what a choice loses: its density, recall and error are what dense attention in float64 says."""
 
-import math
 from unittest import mock
 
 import chosen
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE, dense_attention
 
@@ -55,6 +54,9 @@ def definition(spec, mask, q, k, v, scale=None):
     held=st.sampled_from([1, 1 << 17, 1 << 24]),
     seed=st.integers(0, 99),
 )
+@example(
+    sf.parse("pooled(keep=1, block=64)"), sf.causal(), None, (300, 100), (4, 2), None, torch.float32, 1 << 24, 0
+)  # rows without keys
 def test_a_report_is_what_dense_attention_says(chooser, within, always, lengths, heads, scale, dtype, held, seed):
     assume(chosen.fit(within, always))
     spec = chooser if always is None else chooser | always
@@ -69,13 +71,6 @@ def test_a_report_is_what_dense_attention_says(chooser, within, always, lengths,
         torch.testing.assert_close(found.double(), wanted, **near)
 
 
-def test_the_error_is_that_of_attention_itself_where_all_queries_are_sampled():
-    q, k, v = inputs(200, 250)
-    mask, report = sf.choose_blocks(SPEC, q, k, v=v, report=True)
-    out, dense = sf.attention(q, k, v, mask), sf.attention(q, k, v, "causal")
-    torch.testing.assert_close(report.error, (out - dense).norm(dim=(2, 3)) / dense.norm(dim=(2, 3)), rtol=1e-4, atol=1e-5)
-
-
 def test_mass_far_below_the_largest_weight_is_not_lost():
     q, k, v = inputs(64, 256, batch=1, heads=1, kv_heads=1)
     q, k = torch.ones_like(q), torch.zeros_like(k)
@@ -86,15 +81,6 @@ def test_mass_far_below_the_largest_weight_is_not_lost():
     dense, own = v[:, :, :64].mean(2), v[:, :, 192:].mean(2)
     torch.testing.assert_close(report.error, (own - dense).norm(dim=2) / dense.norm(dim=2))
     assert report.recall < 1e-30
-
-
-@pytest.mark.parametrize("q_len", [1, 250, 251, 252, 32768])
-def test_sampled_queries_are_all_or_evenly_spaced_and_differ_in_their_blocks(q_len):
-    found = reports.sampled_queries(q_len)
-    assert len(found) == min(q_len, 251) and found[0] >= 0 and found[-1] < q_len
-    assert q_len == 1 or np.ptp(np.diff(found)) <= 1
-    if q_len > 1000:
-        assert len(set(found // 128)) > 240 and len(set(found % 128)) > 100
 
 
 def test_the_text_names_the_mean_and_the_worst_head():
@@ -137,9 +123,3 @@ def test_compiled_code_leaves_a_report_to_python():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="report_of works on the host and cannot be part of a graph"):
         torch.compile(call, backend="eager", fullgraph=True)(q, k, v)
-
-
-def test_queries_without_keys_lose_nothing():
-    q, k, v = inputs(300, 100)  # causal: the first 200 queries see no key
-    _, report = sf.choose_blocks("causal & pooled(keep=1, block=64)", q, k, v=v, report=True)
-    assert (report.recall > 2 / 3 - 0.01).all() and report.error.isfinite().all() and not math.isnan(report.density.sum())

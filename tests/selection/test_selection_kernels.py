@@ -19,10 +19,7 @@ from sparse_flash.kernels.selection import division
 from sparse_flash.selection import operators
 
 parametrize = pytest.mark.parametrize
-pytestmark = [
-    needs_triton,
-    pytest.mark.usefixtures("poison"),
-]
+pytestmark = [needs_triton, pytest.mark.usefixtures("poison")]
 PORTABLE, HOPPER = "triton", "hopper"
 KINDS = [PORTABLE, HOPPER]
 
@@ -54,11 +51,11 @@ CASES = {
 }
 OF_HOPPER = {
     # the same, head_dim
-    "a group of 1": (2, 2, 2, 90, 290, 1, 64, 3, 64),
+    "a group of 1": (1, 1, 1, 70, 230, 1, 64, 3, 64),
     "a group of 3, odd lengths": (3, 1, 1, 75, 301, 1, 128, 2, 128),
     "a group of 4": (4, 1, 1, 70, 200, 1, 64, 2, 128),
-    "a group of 4, blocks of 128": (8, 2, 2, 130, 390, 1, 128, 3, 64),
-    "a group of 4, blocks of 256": (8, 2, 2, 130, 700, 1, 256, 2, 64),
+    "a group of 4, blocks of 128": (4, 1, 1, 70, 390, 1, 128, 3, 64),
+    "a group of 4, blocks of 256": (8, 2, 2, 40, 560, 1, 256, 2, 64),
     "a group of 3, blocks of 512, a choice for 3 queries": (3, 1, 1, 75, 1301, 3, 512, 2, 128),
     "a group of 16, more queries than keys": (16, 1, 1, 130, 110, 1, 64, 2, 64),
     "heads that pick for themselves": (4, 2, 4, 60, 260, 1, 64, 2, 64),
@@ -81,17 +78,16 @@ def test_results_and_gradients_on_hopper_are_those_of_dense_attention(name):
         check(HOPPER, *case, dim=dim, dtype=torch.bfloat16)
 
 
-@parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_results_and_gradients_are_as_accurate_as_those_of_pytorch(dtype):
-    if dtype == torch.bfloat16 and DEVICE == "cpu":
-        pytest.skip("Triton's interpreter computes bfloat16 products wrongly")
-    check(PORTABLE, 4, 1, 1, 100, 100, 1, 64, 2, dtype=dtype, dim=24, v_dim=40)
+def test_results_and_gradients_in_16_bits_are_as_accurate_as_those_of_pytorch():
+    check(PORTABLE, 4, 1, 1, 100, 100, 1, 64, 2, dtype=torch.float16, dim=24, v_dim=40)
+    if DEVICE == "cuda":  # Triton's interpreter computes bfloat16 products wrongly
+        check(PORTABLE, 4, 1, 1, 100, 100, 1, 64, 2, dtype=torch.bfloat16, dim=24, v_dim=40)
 
 
 @parametrize(
     "kind, case, always_block",
     [(PORTABLE, CASES["a group of 4"], 32), (PORTABLE, CASES["a choice for 16 queries"], 32)]
-    + [(HOPPER, (4, 1, 1, 70, 70, 1, block, 2), 64) for block in (64, 128, 256)],
+    + [(HOPPER, (4, 1, 1, 40, 70, 1, block, 2), 64) for block in (64, 128, 256)],
 )
 def test_what_is_always_kept_counts_once_beside_picks(kind, case, always_block):
     check(kind, *case, always="sinks(4) | local(20)", always_block=always_block)
@@ -115,8 +111,11 @@ def test_a_call_in_rounds_gives_the_same(monkeypatch, kind, case, always, worksp
     assert [rounds.choices == case[3] // case[5] for rounds in made] == of_heads
 
 
-@parametrize("kind, queries, block", [(PORTABLE, 200, 64), *((HOPPER, 1100, block) for block in (64, 128, 256))])
-def test_a_block_that_all_queries_pick_is_divided_and_right(kind, queries, block):
+@parametrize("kind, block", [(PORTABLE, 64), *((HOPPER, block) for block in (64, 128, 256))])
+def test_a_block_that_all_queries_pick_is_divided_and_right(kind, block, monkeypatch):
+    queries = 1100 if DEVICE == "cuda" else 140
+    if DEVICE == "cpu":  # where long lists take long
+        monkeypatch.setattr(division, "_FORWARD_ROWS", 128)
     first = torch.zeros(1, 1, queries, 1, dtype=torch.int32, device=DEVICE)
     check(kind, 1, 1, 1, queries, queries + 100, 1, block, 1, picks=first)
 
@@ -153,15 +152,6 @@ def test_results_and_gradients_repeat_bit_for_bit_in_any_order_of_events(kind, b
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the compiled kernels run on this GPU")
-def test_rows_used_before_they_were_copied_show(monkeypatch):
-    monkeypatch.setattr(emulated.mbarrier, "wait", lambda *_, **__: emulated.here().pause())
-    try:
-        assert attend(HOPPER, drawn_picks((1, 1, 40, 2), 1, 64, 40, 140))[0].isnan().any()
-    except AssertionError as error:  # arrivals that nobody waited for
-        assert "more arrivals" in str(error)
-
-
 def refused(kind: str, heads: int = 4, block: int = 64, every: int = 1, n: int = 2, **changed) -> str | None:
     q, k, v, _ = tensors(1, heads, 1, 256, 256, 64, dtype=torch.float16)
     selection = sf.BlockSelection(torch.zeros(1, 1, 256 // every, n, dtype=torch.int32), 256, 256, block, every)
@@ -185,3 +175,14 @@ def test_calls_that_do_not_fit_are_refused_by_name():
 def test_the_hopper_kernels_come_before_the_portable_ones_where_they_run():
     assert list(operators.BACKENDS)[:2] == ["hopper", "triton"]
     assert backends.AUTOMATIC.index("hopper") < backends.AUTOMATIC.index("triton")
+
+
+@parametrize("bytes_of_entry, bytes_of_head, rounds", [(0, 0, 1), (0, 1 << 20, 4), (10, 1 << 20, 8), (10, 500, 4)])
+def test_a_round_takes_a_batch_head_at_least_and_partial_results_are_in_bounds(bytes_of_entry, bytes_of_head, rounds, monkeypatch):
+    sizes = division.SelectionSizes(2, 8, 2, 70, 100, every=1, slots=3, pickers=1, block=32)
+    monkeypatch.setattr(division, "WORKSPACE", 3000)
+    found = division.plan_rounds(sizes, bytes_of_entry, bytes_of_head)
+    assert len(found.all) == rounds and {each.stride for each in found.all} == {found.choices}
+    assert found.heads * found.choices * sizes.slots * bytes_of_entry <= 3000
+    covered = sorted((each.head + n, each.choice) for each in found.all for n in range(each.heads))
+    assert covered == [(head, choice) for head in range(4) for choice in range(0, 70, found.choices)]

@@ -62,10 +62,9 @@ def test_each_document_keeps_attends_to_and_learns_what_it_would_alone(lengths, 
     assert not out[whole:].any() and lse[:, whole:].isneginf().all() and block_lse[:, whole:].isneginf().all()
     of_picks = [torch.nn.functional.pad(d[3], (0, block_lse.shape[2] - d[3].shape[2]), value=-torch.inf) for d in documents]
     torch.testing.assert_close(block_lse[:, :whole], torch.cat(of_picks, 1))
-    weights = (
-        torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)[:whole].split([len(d[0]) for d in documents])
-    )
-    grads = torch.autograd.grad(loss(out[:whole], lse[:, :whole], block_lse[:, :whole], torch.cat(weights)), inputs)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)[:whole]
+    grads = torch.autograd.grad(loss(out[:whole], lse[:, :whole], block_lse[:, :whole], weights), inputs)
+    weights = weights.split([len(d[0]) for d in documents])
     wanted = torch.autograd.grad(sum(loss(*d[:2], d[3], weight) for d, weight in zip(documents, weights, strict=True)), each)
     for ours, theirs in zip(grads, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -88,8 +87,9 @@ def test_given_scores_are_of_a_documents_own_blocks():
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 def test_what_is_not_finite_in_one_document_reaches_no_other(backend):
-    (q, k, v), ends = packed([20, 30, 10], after=5, heads=2)
-    others = torch.cat([torch.arange(20), torch.arange(50, 60)]).to(DEVICE)
+    made, ends = packed([5, 20, 3], after=5, heads=2)
+    q, k, v = (t[:, :1].contiguous() for t in made)  # Triton's interpreter takes long
+    others = torch.cat([torch.arange(5), torch.arange(25, 28)]).to(DEVICE)
 
     def of_others():
         inputs = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -99,7 +99,7 @@ def test_what_is_not_finite_in_one_document_reaches_no_other(backend):
 
     wanted = of_others()
     for t in (q, k, v):
-        t[20:50] = t[60:] = float("nan")
+        t[5:25] = t[28:] = float("nan")
     for found, right in zip(of_others(), wanted, strict=True):
         torch.testing.assert_close(found, right)
 
@@ -130,35 +130,6 @@ def test_the_choice_and_attention_of_documents_compile_into_one_graph():
             torch.testing.assert_close(a, b)
 
 
-@needs_triton
-@parametrize("kind", ["mean", "max", "given"])
-def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
-    from sparse_flash.kernels.common.config import Config
-    from sparse_flash.kernels.selection.pick_blocks import pick_blocks
-    from sparse_flash.selection import choice
-
-    generator = torch.Generator().manual_seed(0)
-
-    def whole_numbers(*shape):
-        return torch.randint(-3, 4, shape, generator=generator).float().to(DEVICE)
-
-    first = torch.tensor([0] * 30 + [2] * 40 + [6] * 50, device=DEVICE)
-    bounds = torch.stack([first, first + torch.cat([torch.arange(n) for n in (30, 40, 50)]).to(DEVICE) // 16], 1).int()
-    config, asked = Config(16, 16, 1, 1), choice.BlockChoice(2, KEEP, 1, 16, 120, 160, bounds)
-    q, k, scores = whole_numbers(1, 4, 120, 8), whole_numbers(1, 2, 160, 8), whole_numbers(1, 2, 120, 10)
-    if kind == "given":
-        wanted = choice.choose_by_scores(scores, KEEP, 1, 16, 120, 160, bounds)
-        found = pick_blocks(scores, None, kind, asked, config)
-    else:
-        wanted = choice.choose_by_keys(q, k, KEEP, 1, 16, True, kind, bounds)
-        keys = choice.block_means(k, 16) if kind == "mean" else k
-        found = pick_blocks(q, keys, kind, asked, config)
-    assert torch.equal(found, wanted) and (found[0, :, 70:, 0] >= 6).all() and (found[0, :, 30:70, 0] >= 2).all()
-
-
-(Q, K, V), ENDS = packed([40, 50])
-
-
 def test_a_saved_selection_loads_as_plain_weights_do_and_its_text_is_one_line(tmp_path):
     q = torch.randn(40, 2, 16, device=DEVICE)
     cu_seqlens = torch.tensor([0, 15, 40], device=DEVICE)
@@ -169,8 +140,7 @@ def test_a_saved_selection_loads_as_plain_weights_do_and_its_text_is_one_line(tm
     assert repr(sel).startswith("PackedSelection(documents=2, longest=40, block_size=16, always='sinks(1)', picks=(2, 40, ")
 
 
-CHOSEN = sf.topk_blocks(Q, K, KEEP, block_size=BLOCK, cu_seqlens_q=ENDS)
-
-
 def test_a_selection_goes_with_equal_documents_in_another_tensor():
-    assert sf.attention_varlen(Q, K, V, ENDS.int(), mask=CHOSEN).shape == Q.shape
+    (q, k, v), ends = packed([40, 50])
+    chosen = sf.topk_blocks(q, k, KEEP, block_size=BLOCK, cu_seqlens_q=ends)
+    assert sf.attention_varlen(q, k, v, ends.int(), mask=chosen).shape == q.shape
