@@ -33,7 +33,7 @@ from sparse_flash.kernels.hopper import descriptors
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.packed import document_blocks, repack, spans, splits
-from sparse_flash.kernels.portable import backward, configs, decode, forward, merge
+from sparse_flash.kernels.portable import backward, configs, decode, forward, merge, sinks
 from sparse_flash.kernels.selection import decode as selection_decode
 from sparse_flash.kernels.selection import hopper_backward as gathering
 from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
@@ -41,7 +41,7 @@ from sparse_flash.kernels.selection import pick_blocks
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.selection import triton as selection_triton
 from sparse_flash.selection.choice import BlockChoice
-from sparse_flash.variant.variant import Variant
+from sparse_flash.variant.variant import Variant, split_sinks
 
 SM90 = GPUTarget("cuda", 90, 32)
 MODULES = [import_module(one.name) for one in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.") if not one.ispkg]
@@ -165,6 +165,7 @@ def variant_of(names: str, batch: int = 1, heads: int = 2, tokens: int = 1024) -
         "bias": {"rel_bias": torch.zeros(heads, 257), "learned": True},
         "frozen_bias": {"rel_bias": torch.zeros(heads, 257)},
         "own": OWN,
+        "sinks": {"sinks": torch.zeros(heads, dtype=torch.bfloat16)},
     }
     fields: dict = {}
     for name in names.split():
@@ -200,19 +201,21 @@ def portable_attention(
     shape: Shape, mask, variant=None, has_dlse: bool = True, passes: tuple[str, ...] = ("forward", "two", "one")
 ):
     """passes: "two" and "one": the backward pass in so many launches."""
-    q, k, v, out, lse = shape.tensors()
+    (q, k, v, out, lse), (added, variant) = shape.tensors(), split_sinks(variant)
     if "forward" in passes:
-        forward.attention_forward(q, k, v, mask, 1.0, variant)
+        forward.attention_forward(q, k, v, mask, 1.0, variant, added)
     for name, most in (("two", 0), ("one", 1 << 30)):
         if name in passes:
             with mock.patch.object(configs, "ONE_LAUNCH_TOKENS", most):
                 backward.attention_backward(out, lse if has_dlse else None, q, k, v, out, lse, mask, 1.0, variant)
+    if added is not None:
+        sinks.sum_shares(out, lse if has_dlse else None, out, lse, added)
 
 
 def hopper_attention(shape: Shape, mask, variant=None, deterministic: bool = False, passes=("forward", "backward")):
-    q, k, v, out, lse = shape.tensors()
+    (q, k, v, out, lse), (added, variant) = shape.tensors(), split_sinks(variant)
     if "forward" in passes:
-        hopper_forward.attention_forward(q, k, v, mask, 1.0, variant)
+        hopper_forward.attention_forward(q, k, v, mask, 1.0, variant, added)
     if "eight bits" in passes:
         hopper_forward.attention_forward_of_eight_bits(q, k, v, mask, 1.0)
     if "backward" in passes:

@@ -71,6 +71,7 @@ def portable() -> Cases:
         yield case("of_small_blocks", dim, "causal", block=32)
     yield case("of_192_and_128", 192, "causal", dim_v=128)  # as in DeepSeek's models
     yield case("of_dropout", 64, adds="dropout")
+    yield case("of_sinks", 64, "causal", adds="sinks", passes=("forward",))
     yield case("of_terms", 64, adds=f"{EVERY_TERM} bias")
     yield case("of_terms", 64, "causal", adds=f"{EVERY_TERM} frozen_bias", passes=("one",))
     yield case("of_positions", 128, "causal", adds="dropout positions")
@@ -100,6 +101,7 @@ def hopper_to_128(dim: int) -> Cases:
     yield case("", spec="causal", split=True)
     yield case("", spec="causal", kv_heads=1, passes=backward)
     yield case("", spec="causal", deterministic=True, passes=backward)
+    yield case("of_sinks", spec="causal", split=True, adds="sinks", passes=forward)
     yield case("of_dropout", adds="dropout")
     documents = {"spec": "causal & documents((0, 33, 40, 200, 1024))", "by_document": True}
     yield case("of_documents", **documents)

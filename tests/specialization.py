@@ -34,7 +34,7 @@ from sparse_flash.kernels.selection import division
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (16, 1), (3, 3), (32, 16))
 BACKEND = make_backend(SM90)
-VARIANT = "lengths dropout alibi softcap"
+VARIANT = "lengths dropout alibi softcap sinks"
 compile_mask = cache(sf.compile_mask)
 
 
