@@ -18,10 +18,6 @@ SIZES = ["--tokens", "2048", "--heads", "4", "2", "--head-dim", "16", "--block",
 COMMAND = [*SIZES, "--spec", "pooled(keep=2)", "--device", "cpu"]
 
 
-def masked(q, k, v, blocks):
-    return sf.attention(q, k, v, sf.BlockMask.from_blocks(blocks, 128, within="causal"))
-
-
 def nearest(q, share):
     """The nearest blocks, a share of all."""
     rows = torch.arange(q.shape[2] // 128)
@@ -34,7 +30,9 @@ def prism(monkeypatch):
         assert q.shape == k.shape and block_size == 128 and low_freq_threshold == high_freq_threshold
         return nearest(q, low_freq_threshold)
 
-    attend = lambda q, k, v, kept, **_: masked(q, k, v, kept)  # noqa: E731
+    def attend(q, k, v, blocks, **_):
+        return sf.attention(q, k, v, sf.BlockMask.from_blocks(blocks, 128, within="causal"))
+
     return provide(monkeypatch, "prism.prism", prism_block_estimate=estimate, block_sparse_attention=attend)
 
 

@@ -13,12 +13,13 @@ TOY = ["--device", "cpu", "--seconds", "0"]
 
 
 def run(folder, *arguments):
+    if "steps" in arguments:
+        pytest.importorskip("diffusers", minversion="0.42", reason="diffusers is not installed: pip install 'diffusers>=0.42.1'")
     code = video.main([*TOY, *arguments, "--out", str(folder)])
     return code, json.loads((folder / "video.json").read_text())
 
 
 def test_a_step_is_timed_each_way_and_all_pairs_in_tiles_equal_dense(tmp_path, capsys):
-    pytest.importorskip("diffusers", minversion="0.42", reason="diffusers is not installed: pip install 'diffusers>=0.42.1'")
     code, data = run(tmp_path, "--part", "steps", "--how", "eager")
     rows = {found["name"]: found for found in data["steps"]}
     assert code == 0 and data["environment"]["source"] and not data["kernels"]
@@ -32,7 +33,6 @@ def test_a_step_is_timed_each_way_and_all_pairs_in_tiles_equal_dense(tmp_path, c
 
 
 def test_ways_that_are_missing_fail_or_differ_are_rows_and_only_a_difference_is_an_error(tmp_path, monkeypatch):
-    pytest.importorskip("diffusers", minversion="0.42", reason="diffusers is not installed: pip install 'diffusers>=0.42.1'")
     found = [StepCase("sdpa"), StepCase("fa4"), StepCase("window", "tile_window(layout, (9, 9))"), StepCase(ALL_PAIRS, "layout")]
     monkeypatch.setattr(video, "step_cases", lambda *_: found)
     code, data = run(tmp_path, "--part", "steps")
