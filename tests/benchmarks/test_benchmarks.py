@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from problems import errors_of, problem
+from problems import errors_of, problem, run_program
 from rich.console import Console
 
 import sparse_flash as sf
@@ -268,7 +268,7 @@ def test_unreadable_results_say_so(text, said, tmp_path):
 
 
 def test_host_times_of_calls_are_measured_with_and_without_gradients(tmp_path):
-    calls.main(["--tokens", "128", "--heads", "2", "--head-dim", "16", "--device", "cpu", "--seconds", "0", "--out", str(tmp_path)])
-    rows = json.loads((tmp_path / "calls.json").read_text())["rows"]
+    _, data = run_program(calls, tmp_path, "--tokens 128 --heads 2 --head-dim 16 --seconds 0")
+    rows = data["rows"]
     assert len(rows) == 21 and all(row["host_us"] > 0 and row["each_us"] > 0 for row in rows)
     assert [row["gradients"] for row in rows if row["call"] == "packed documents"] == [False, True]

@@ -1,12 +1,11 @@
 """The cost of choosing blocks, with other packages that choose: cases are checked before they are timed, what packages are given,
 and what is said if they are missing or fail."""
 
-import json
 import math
 
 import pytest
 import torch
-from problems import provide
+from problems import provide, run_program
 
 import sparse_flash as sf
 from sparse_flash.benchmarks import choosers
@@ -15,14 +14,13 @@ from sparse_flash.benchmarks.workload.cases import Shape
 
 CPU = torch.device("cpu")
 CASE = ChooserCase("sampled(8, floor=0.02)", 64, Shape(1, 8, 2048, 32, kv_heads=2), True)
-SIZES = ["--tokens", "256", "--heads", "4", "2", "--head-dim", "16", "--block", "64", "--device", "cpu"]
+SIZES = "--tokens 256 --heads 4 2 --head-dim 16 --block 64"
 
 
 def test_the_command_checks_and_times_each_chooser_and_writes_a_table(tmp_path, capsys):
-    specs = ["--spec", "sampled(8, budget=0.5)", "--spec", "pooled(keep=2)"]
-    assert choosers.main([*SIZES, *specs, "--out", str(tmp_path)]) == 0
-    data = json.loads((tmp_path / "choosers.json").read_text())
-    assert data["environment"]["source"] and [case["case"]["chooser"] for case in data["cases"]] == specs[1::2]
+    specs = ["sampled(8, budget=0.5)", "pooled(keep=2)"]
+    status, data = run_program(choosers, tmp_path, f"{SIZES} --spec '{specs[0]}' --spec '{specs[1]}'")
+    assert status == 0 and data["environment"]["source"] and [case["case"]["chooser"] for case in data["cases"]] == specs
     for found in data["cases"]:
         assert found["differing"] == 0 and found["checked_tokens"] == 256 and found["dense"]["sparse_flash"]["correct"]
         assert min(found["choose_ms"], found["attend_ms"], found["both_ms"], found["speedup"]) > 0
@@ -33,9 +31,14 @@ def test_the_command_checks_and_times_each_chooser_and_writes_a_table(tmp_path, 
 
 def test_a_choice_unlike_the_definitions_is_an_error_and_not_timed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(choosers, "share_differing", lambda *_: 0.02)
-    assert choosers.main([*SIZES, "--spec", "pooled(keep=2)", "--out", str(tmp_path)]) == 1
-    (found,) = json.loads((tmp_path / "choosers.json").read_text())["cases"]
-    assert "choose_ms" not in found and "2.00% of blocks differ" in found["failed"] and found["failed"] in capsys.readouterr().out
+    status, data = run_program(choosers, tmp_path, f"{SIZES} --spec 'pooled(keep=2)'")
+    (found,) = data["cases"]
+    assert (
+        status == 1
+        and "choose_ms" not in found
+        and "2.00% of blocks differ" in found["failed"]
+        and found["failed"] in capsys.readouterr().out
+    )
 
 
 def test_density_is_of_causal_blocks_and_planted_heads_need_unequal_numbers():
@@ -47,15 +50,15 @@ def test_density_is_of_causal_blocks_and_planted_heads_need_unequal_numbers():
 
 
 def test_no_case_begins_after_the_limit_and_only_choosers_are_taken(tmp_path, capsys):
-    assert choosers.main([*SIZES, "--limit", "-1", "--out", str(tmp_path)]) == 0
+    assert run_program(choosers, tmp_path, f"{SIZES} --limit -1")[0] == 0
     assert "7 cases were not begun" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        choosers.main([*SIZES, "--spec", "local(8)", "--out", str(tmp_path)])
+        run_program(choosers, tmp_path, f"{SIZES} --spec 'local(8)'")
     assert "must be one chooser" in capsys.readouterr().err
 
 
 PROBLEM = ChooserCase("pooled(keep=2)", 128, Shape(1, 4, 2048, 16, kv_heads=2), True).dense(CPU, torch.float32)
-LONG = ["--tokens", "2048", "--heads", "4", "2", "--head-dim", "16", "--block", "128", "--device", "cpu"]
+LONG = "--tokens 2048 --heads 4 2 --head-dim 16 --block 128 --drawn --density 0.4"
 
 
 def nearest(q, share):
@@ -77,9 +80,8 @@ def prism(monkeypatch):
 
 
 def test_packages_are_timed_beside_ours_at_the_wanted_density_and_missing_ones_are_named(prism, tmp_path, capsys):
-    peers = ["--peer", "prism", "--peer", "minference", "--density", "0.4"]
-    assert choosers.main([*LONG, "--spec", "pooled(keep=2)", *peers, "--drawn", "--out", str(tmp_path)]) == 1  # one is missing
-    data = json.loads((tmp_path / "choosers.json").read_text())
+    status, data = run_program(choosers, tmp_path, f"{LONG} --spec 'pooled(keep=2)' --peer prism --peer minference")
+    assert status == 1  # one is missing
     measured, missing = data["peers"]
     assert measured["source"].startswith("xinghaow99/prism@") and measured["shape"]["tokens"] == 2048 and measured["drawn"]
     assert measured["density"] == pytest.approx(0.4, abs=0.05) and 0 < measured["knob"]["threshold"] < 1
@@ -92,10 +94,9 @@ def test_packages_are_timed_beside_ours_at_the_wanted_density_and_missing_ones_a
 
 
 def test_ours_are_brought_to_the_density_of_packages(tmp_path):
-    arguments = ["--spec", "sampled(8, mass=?)", "--drawn", "--density", "0.4", "--out", str(tmp_path)]
-    assert choosers.main([*LONG, *arguments]) == 0
-    (found,) = json.loads((tmp_path / "choosers.json").read_text())["cases"]
-    assert found["density"] == pytest.approx(0.4, abs=0.02) and "?" not in found["spec"] + found["case"]["chooser"]
+    status, data = run_program(choosers, tmp_path, f"{LONG} --spec 'sampled(8, mass=?)'")
+    (found,) = data["cases"]
+    assert status == 0 and found["density"] == pytest.approx(0.4, abs=0.02) and "?" not in found["spec"] + found["case"]["chooser"]
 
 
 def test_a_package_that_fails_or_returns_nan_is_a_result(prism, monkeypatch):
