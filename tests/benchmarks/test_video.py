@@ -67,13 +67,11 @@ def test_a_proposed_window_keeps_nearly_the_share_of_tiles_and_is_even():
 @pytest.mark.parametrize(
     "kernel, part",
     [
-        ("attention_forward_kernel", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "attention"),
         ("triton_poi_fused__scaled_dot_product_flash_attention_permute_3", "rest"),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_bias_TNT", "products"),
         ("void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16>", "permutation"),
         ("hopper_log_sums_kernel", "choice"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "rest"),
     ],
 )
 def test_kernels_are_parts_of_a_step_by_their_names(kernel, part):

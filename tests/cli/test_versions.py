@@ -79,7 +79,6 @@ def test_the_docs_have_the_rows_of_the_table():
         (("3.13", "2.15.0", "3.9.0", True), False, "not tested together; tested: torch 2.11.0 with triton 3.6.0 on Python 3.12"),
         (("3.12", "2.15.0", "3.9.0", False), False, "on Python 3.13, CPU"),
         (("3.13", "2.15.0", "", False), False, "not tested together"),
-        (("3.14", "2.16.0.dev1", "3.10.0", False), False, "not tested together"),
     ],
 )
 def test_a_combination_is_called_tested_only_where_it_was(combination, tested, said):

@@ -79,9 +79,9 @@ def test_accumulated_passes_take_the_step_of_one_pass(run):
     torch.testing.assert_close(state(once)[:3], state(twice)[:3], rtol=1e-3, atol=1e-4)
 
 
-def of_a_run_elsewhere(one, tokens: Path, script: str) -> subprocess.CompletedProcess:
-    """Runs lines of a script in a process of its own, where ``run`` goes on from the last checkpoint of ``one``."""
-    begin = f"""
+def save_elsewhere(one, tokens: Path, script: str) -> subprocess.CompletedProcess:
+    """Goes on from the last checkpoint of ``one`` by a step and saves, in a process of its own, after lines of a script."""
+    program = f"""
 import os, resource, signal
 from pathlib import Path
 from examples.train_lm import checkpoint
@@ -89,10 +89,11 @@ from examples.train_lm.train import Run
 from tiny_lm import ON_CPU, SETTINGS
 run = Run(SETTINGS, Path({str(one.folder)!r}), Path({str(tokens)!r}), ON_CPU)
 run.step()
+{script}
+run.save()
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, "-c", begin + script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
 
 
 @pytest.mark.ranks
@@ -106,7 +107,7 @@ def test_a_save_that_is_killed_leaves_the_last_one_whole(function, step, run, to
     for _ in range(3):  # two to keep, and one to remove
         one.step()
         one.save()
-    done = of_a_run_elsewhere(one, tokens, f"{function} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\nrun.save()")
+    done = save_elsewhere(one, tokens, f"{function} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL, done.stderr
     again = run()
     assert again.progress.step == step and same(state(again), state(one)) == (step == 3)
@@ -120,16 +121,9 @@ def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_whole(run, tokens):
     one = run()
     one.step()
     one.save()
-    script = """
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    run.save()
-except OSError as error:
-    print(error)
-"""
-    done = of_a_run_elsewhere(one, tokens, script)
-    assert done.returncode == 0, done.stderr
-    assert "step-0000002 could not be written" in done.stdout and "the last one, step-0000001, is whole" in done.stdout
+    done = save_elsewhere(one, tokens, "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))")
+    assert done.returncode == 1
+    assert "step-0000002 could not be written" in done.stderr and "the last one, step-0000001, is whole" in done.stderr
     assert run().progress.step == 1
 
 
@@ -267,13 +261,12 @@ def test_input_that_cannot_work_is_one_sentence_before_training_starts(given, me
     assert not (tmp_path / "run").exists()
 
 
-def test_a_held_out_text_that_is_too_short_is_said_before_the_first_step(run):
-    long = {"step_tokens": 512, "micro_tokens": 512, "chunk": 512}
-    for folder, changes in (("long", {"length": 512}), ("longer", {"extend_to": 512, "extend_at": 3})):
-        one = run(folder, **long, **changes)
-        with pytest.raises(ValueError, match="the held-out text has 450 tokens, fewer than one sequence of 512"):
-            one.train()
-        assert one.progress.step == 0
+@pytest.mark.parametrize("changes", [{"length": 512}, {"extend_to": 512, "extend_at": 3}], ids=str)
+def test_a_held_out_text_that_is_too_short_is_said_before_the_first_step(changes, run):
+    one = run(step_tokens=512, micro_tokens=512, chunk=512, **changes)
+    with pytest.raises(ValueError, match="the held-out text has 450 tokens, fewer than one sequence of 512"):
+        one.train()
+    assert one.progress.step == 0
 
 
 SHARED = "is not supported where GPUs share a sequence"
