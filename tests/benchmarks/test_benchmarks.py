@@ -89,7 +89,16 @@ def test_sampled_check_looks_at_the_call_without_gradients_too():
     assert not check.is_right({"out": float("nan")}, torch.float32)
 
 
-@pytest.mark.parametrize("spec", ["causal & local(40)", "butterfly(block=32)", "random(0.4, block=64)", "global_tokens(20)"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "causal & local(40)",
+        "documents([0, 70, 256])",
+        "strided(3, block=7)",
+        "random(0.4, block=64)",
+        "global_tokens(20) | local(40)",
+    ],
+)
 def test_flex_gets_the_same_pairs(spec):
     p = problem(spec, block_size=32)
     block_mask = flex.flex_block_mask(p)
