@@ -1,5 +1,7 @@
 """Problems for the benchmark's peers, and stand-ins for these."""
 
+import json
+import shlex
 import sys
 import types
 
@@ -20,6 +22,13 @@ def errors_of(peer, p):
     """A peer's errors, against float64 at sampled queries."""
     p = p.with_memory_order(peer.order)
     return sampled_errors(p, as_attend(p.leaves, peer.prepare(p)))
+
+
+def run_program(program, folder, command: str) -> tuple[int, dict]:
+    """Runs a program of the benchmark on the CPU: (its exit status, what its file in the folder holds)."""
+    status = program.main([*shlex.split(command), "--device", "cpu", "--out", str(folder)])
+    written = [*folder.glob("*.json")]
+    return status, json.loads(written[0].read_text()) if written else {}
 
 
 def provide(monkeypatch, name: str, **contents) -> types.ModuleType:

@@ -618,6 +618,9 @@ TABLES = (
     row("draw", T, "from_dense", mask=bools(3, 3)),
     row("draw explain", V, "must come with a pattern to compile; got a mask of 64 x 64 tokens; leave", mask=compiled("causal", 64)),
     each("explain bench", V, "heads must be an integer of at least 1; got {}", heads=(0, 4.5)),
+    *(row("draw explain", V, "the device meta has no contents to look at; make it on another, such as cpu", mask=mask, q_len=None)
+      for mask in (compiled("causal", 64).to("meta"), SELECTION.to("meta"))),
+    row("draw explain", V, "one head or sequence; got 2 different ones; pass one, such as 'causal'$", mask=HEADS),
     row("explain", V, "head_dim must be an integer of at least 1; got '64'", head_dim="64"),
     row("explain bench", T, "dtype must be a torch.dtype, such as torch.bfloat16; got 'bf16'", dtype="bf16"),
     # The benchmark: mistakes are said before anything is measured.

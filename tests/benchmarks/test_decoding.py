@@ -1,9 +1,8 @@
 """The benchmark of decoding times calls that compute what it says."""
 
-import json
-
 import pytest
 import torch
+from problems import run_program
 
 from sparse_flash.benchmarks import decoding
 
@@ -23,16 +22,15 @@ def test_what_a_cache_holds_is_what_it_was_made_of_to_a_sixteenth(page, by_token
 
 
 def test_a_run_measures_every_cache_and_keeps_what_it_measured(tmp_path, capsys):
-    sizes = ["--tokens", "128", "--batch", "2", "--page", "0", "--page", "16", "--heads", "4", "2", "--head-dim", "16"]
-    assert decoding.main([*sizes, "--out", str(tmp_path), "--device", "cpu"]) == 0
-    rows = json.loads((tmp_path / "decoding.json").read_text())["rows"]
+    status, data = run_program(decoding, tmp_path, "--tokens 128 --batch 2 --page 0 --page 16 --heads 4 2 --head-dim 16")
+    rows = data["rows"]
+    assert status == 0 and "times as fast" in capsys.readouterr().out
     assert {(row["what"], row["page"], row["cache"]) for row in rows} == {
         (what, page, cache) for what in decoding.WHAT for page in (0, 16) for cache in ("float32", "e4m3", "e4m3 by token")
     }
     for row in rows:
         assert row["us"] > 0 and row["error"] < 1e-5
         assert row["total"] < 1e-5 if row["cache"] == "float32" else 1e-3 < row["total"] < 0.1
-    assert "times as fast" in capsys.readouterr().out
 
 
 def test_a_row_that_fails_is_kept_and_the_next_one_runs(tmp_path, monkeypatch):
@@ -44,7 +42,6 @@ def test_a_row_that_fails_is_kept_and_the_next_one_runs(tmp_path, monkeypatch):
         return drawn(batch, *sizes)
 
     monkeypatch.setattr(decoding, "draw_cache", too_large)
-    sizes = ["--tokens", "64", "--page", "0", "--what", "dense", "--heads", "2", "1", "--head-dim", "16"]
-    assert decoding.main([*sizes, "--batch", "2", "--batch", "1", "--out", str(tmp_path), "--device", "cpu"]) == 0
-    rows = json.loads((tmp_path / "decoding.json").read_text())["rows"]
-    assert [row.get("out_of_memory") for row in rows] == ["MemoryError: no room", None, None, None]
+    sizes = "--tokens 64 --page 0 --what dense --heads 2 1 --head-dim 16 --batch 2 --batch 1"
+    status, data = run_program(decoding, tmp_path, sizes)
+    assert status == 0 and [row.get("out_of_memory") for row in data["rows"]] == ["MemoryError: no room", None, None, None]

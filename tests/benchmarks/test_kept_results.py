@@ -40,12 +40,9 @@ def test_tables_of_pages_are_those_of_their_results():
 
 
 def test_a_table_of_calls_has_the_host_and_the_gpu_of_each_pass(tmp_path, monkeypatch):
-    same = {"call": "sinks", "tokens": 1024}
-    rows = [
-        {**same, "gradients": False, "host_us": 26.04, "graph_us": 9.5},
-        {**same, "gradients": True, "host_us": 180.2, "each_us": 1.0},
-    ]
-    (tmp_path / "calls.json").write_text(json.dumps({"rows": rows}))
+    forward = {"call": "sinks", "tokens": 1024, "gradients": False, "host_us": 26.04, "graph_us": 9.5}
+    both = {"call": "sinks", "tokens": 1024, "gradients": True, "host_us": 180.2, "each_us": 1.0}
+    (tmp_path / "calls.json").write_text(json.dumps({"rows": [forward, both]}))
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     filled = pages.fill("<!-- table calls calls.json -->\n\nx\n<!-- end of table -->")
     assert "| sinks | 1,024 | 26.0 | 9.50 | 180 |\n\n<!-- end" in filled and "host" in filled

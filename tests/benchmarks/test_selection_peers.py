@@ -1,10 +1,8 @@
 """Attention over picks beside another library: picks are as drawn, its call gets them, and wrong results are seen."""
 
-import json
-
 import pytest
 import torch
-from problems import provide
+from problems import provide, run_program
 
 import sparse_flash as sf
 from sparse_flash.benchmarks import selection
@@ -38,16 +36,16 @@ def test_picks_are_earlier_blocks_and_change_as_often_as_asked(alike):
     assert bool((picks[:, :, 40] >= 0).sum(-1).eq(3).all())  # two earlier blocks, both kept, and its own
 
 
+def one_pick_fewer(q, k, v, picks, block_size, cu_seqlens):
+    return packed(q, k, v, picks[..., 1:], block_size, cu_seqlens)
+
+
 def test_the_library_gives_the_same_results_and_a_wrong_one_is_seen(monkeypatch):
     provide(monkeypatch, peers._NSA, topk_sparse_attention=packed)
     found = selection.run(CASE, ["nsa-triton", "sparse_flash"], CPU, torch.float64)["results"]
     for result in found.values():
         assert result["correct"] and max(result["errors"].values()) < 1e-9
         assert result["forward_ms"] > 0 and result["backward_tflops"] > 0
-
-    def one_pick_fewer(q, k, v, picks, block_size, cu_seqlens):
-        return packed(q, k, v, picks[..., 1:], block_size, cu_seqlens)
-
     provide(monkeypatch, peers._NSA, topk_sparse_attention=one_pick_fewer)
     found = selection.run(CASE, ["nsa-triton"], CPU, torch.float32)["results"]["nsa-triton"]
     assert not found["correct"] and "wrong" in selection.format_result(found)
@@ -68,11 +66,10 @@ def test_counted_pairs_are_those_that_queries_keep():
 
 
 def test_the_command_writes_its_cases_and_a_table(tmp_path, capsys):
-    arguments = ["--tokens", "192", "--heads", "4", "2", "--head-dim", "16", "--block", "32", "--picks", "3", "--device", "cpu"]
-    peer = [word for name in ("sparse_flash", "nsa-triton") for word in ("--peer", name)]
-    assert selection.main([*arguments, *peer, "--out", str(tmp_path)]) == 0
-    cases = json.loads((tmp_path / "selection.json").read_text())["cases"]
-    assert [case["name"] for case in cases] == ["4/2 3 of 32 independent", "4/2 3 of 32 80% alike"]
+    sizes = "--tokens 192 --heads 4 2 --head-dim 16 --block 32 --picks 3"
+    status, data = run_program(selection, tmp_path, f"{sizes} --peer sparse_flash --peer nsa-triton")
+    cases = data["cases"]
+    assert status == 0 and [case["name"] for case in cases] == ["4/2 3 of 32 independent", "4/2 3 of 32 80% alike"]
     assert all(case["results"]["sparse_flash"]["correct"] and case["tflop"] > 0 for case in cases)
     said = capsys.readouterr()
     assert "4/2 3 of 32 independent" in said.out and "does not load" in said.err

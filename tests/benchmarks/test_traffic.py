@@ -11,18 +11,12 @@ from sparse_flash.benchmarks import traffic
 HEADER = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
 KERNELS = ("attention_forward_kernel 0", "attention_backward_kernel 0", "attention_forward_kernel", "attention_backward_kernel")
 READ = (("999", "1"), ("998", "1"), ("4,250,000,000", "1,234,567,936"), ("32000", "2500000000"))
-LOG = "\n".join(
-    [
-        "==PROF== Connected to process 4242 (/usr/bin/python3.11)",
-        HEADER,
-        '"a line of","the program"',
-        *(
-            f'"{number}","{kernel}","{metric}","byte","{value}"'
-            for number, (kernel, values) in enumerate(zip(KERNELS, READ, strict=True))
-            for metric, value in zip(traffic.METRICS.values(), values, strict=True)
-        ),
-    ]
-)
+LINES = [
+    f'"{number}","{kernel}","{metric}","byte","{value}"'
+    for number, (kernel, values) in enumerate(zip(KERNELS, READ, strict=True))
+    for metric, value in zip(traffic.METRICS.values(), values, strict=True)
+]
+LOG = "\n".join(["==PROF== Connected to process 4242 (/usr/bin/python3.11)", HEADER, '"a line of","the program"', *LINES])
 WANTED = {
     "density": 0.5,
     "forward": {"kernel": KERNELS[2], "multiprocessor_bytes": 4.25e9, "dram_bytes": 1234567936.0},
@@ -54,20 +48,18 @@ def points(a, b):
 
 
 def test_the_fit_finds_the_line_and_how_much_it_explains():
-    name, level = "backward", "dram_bytes"
     line = {"a": pytest.approx(2e8), "b": pytest.approx(3e9), "r2": pytest.approx(1)}
-    assert traffic.fit(points(2e8, 3e9), name, level) == line
+    assert traffic.fit(points(2e8, 3e9), "backward", "dram_bytes") == line
     bent = points(2e8, 3e9)
-    bent[0][name][level] *= 0.5
-    assert 0 < traffic.fit(bent, name, level)["r2"] < 0.99
+    bent[0]["backward"]["dram_bytes"] *= 0.5
+    assert 0 < traffic.fit(bent, "backward", "dram_bytes")["r2"] < 0.99
 
 
 def test_the_files_hold_the_figures_and_a_plot_for_each_theme(tmp_path):
-    data = traffic.write(tmp_path / "new", {"device": "a GPU"}, points(2e8, 3e9))
-    assert json.loads((tmp_path / "new" / "traffic.json").read_text()) == data
+    data = traffic.write(tmp_path, {"device": "a GPU"}, points(2e8, 3e9))
+    assert json.loads((tmp_path / "traffic.json").read_text()) == data
     assert data["environment"] == {"device": "a GPU"} and len(data["points"]) == len(traffic.DENSITIES)
-    for name in ("traffic.png", "traffic-dark.png"):
-        assert (tmp_path / "new" / name).read_bytes().startswith(b"\x89PNG")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("traffic.png", "traffic-dark.png"))
 
 
 def stand_in(folder, text, status=0):

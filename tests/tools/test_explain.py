@@ -32,9 +32,8 @@ MASKS = [
 @pytest.mark.parametrize("spec, q_len, kv_len, block", MASKS)
 def test_numbers_are_those_of_the_dense_mask(spec, q_len, kv_len, block):
     mask = sf.compile_mask(spec, q_len, kv_len, block)
-    dense, e = mask.to_dense().numpy(), explain(mask, heads=3, head_dim=32)
+    dense, states, e = mask.to_dense().numpy(), mask.block_states().numpy(), explain(mask, heads=3, head_dim=32)
     assert e.kept_pairs == dense.sum()
-    states = mask.block_states().numpy()
     assert (e.kept_blocks, e.partial_blocks) == ((states > 0).sum(), (states == 1).sum())
     assert e.most_in_row == (states > 0).sum(1).max()
     assert e.flops == 4 * 3 * 32 * dense.sum() and explain(mask, heads=3, head_dim=48, v_head_dim=16).flops == e.flops
@@ -42,22 +41,15 @@ def test_numbers_are_those_of_the_dense_mask(spec, q_len, kv_len, block):
     assert e.causal == mask.is_causal == (not (dense & ~causal).any())
     if e.causal:
         assert e.causal_density == pytest.approx(dense.sum() / causal.sum())
-        blocks = sf.compile_mask("causal", q_len, kv_len, block).block_states().numpy()
-        assert e.rival_blocks == (blocks > 0).sum()
+        assert e.rival_blocks == (sf.compile_mask("causal", q_len, kv_len, block).block_states() > 0).sum()
 
 
 def test_costs_are_compared_with_the_dense_call_that_a_user_would_otherwise_run():
-    mask, both_ways = (explain(sf.compile_mask(spec, 4096), heads=2) for spec in ("causal & local(512)", "local(512)"))
-    causal, full = (explain(sf.compile_mask(spec, 4096), heads=2) for spec in ("causal", "full"))
-    assert mask.dense_flops == causal.flops and both_ways.dense_flops == full.flops
+    specs = "causal & local(512)", "local(512)", "causal", "full"
+    mask, both_ways, causal, full = (explain(sf.compile_mask(spec, 4096), heads=2) for spec in specs)
     for name, e, rival in (("dense causal attention", mask, causal), ("dense attention", both_ways, full)):
-        assert e.share_of_blocks == e.kept_blocks / rival.kept_blocks
+        assert e.dense_flops == rival.flops and e.share_of_blocks == e.kept_blocks / rival.kept_blocks
         assert all(f" {name}" in e.lines[line] for line in ("share of blocks", "forward FLOPs"))
-
-
-def parts(mask, unit):
-    """Its pairs, ``unit`` queries at a time."""
-    return np.split(mask.to_dense().numpy(), range(unit, mask.q_len, unit))
 
 
 def test_figures_and_pictures_of_a_dense_mask_take_little_memory_beside_its_table():
@@ -72,11 +64,8 @@ def test_figures_and_pictures_of_a_dense_mask_take_little_memory_beside_its_tabl
 
 @pytest.mark.parametrize("spec", ["causal & local(3)", "butterfly(block=1)", "causal & power_of_two(block=1)", "full", "local(2)"])
 def test_reachability_is_a_power_of_the_mask(spec):
-    tokens = 48
-    mask = sf.compile_mask(spec, tokens, block_size=16)
-    step = mask.to_dense().numpy() | np.eye(tokens, dtype=bool)
-    lower = np.tri(tokens, dtype=bool)
-    reach = reachability(mask)
+    mask = sf.compile_mask(spec, 48, block_size=16)
+    step, lower, reach = mask.to_dense().numpy() | np.eye(48, dtype=bool), np.tri(48, dtype=bool), reachability(mask)
     assert reach.unit == 1
     for layers, share in reach.shares.items():
         power = np.linalg.matrix_power(step.astype(object), layers) > 0
@@ -88,46 +77,21 @@ def test_reachability_is_a_power_of_the_mask(spec):
 def test_units_of_reachability_are_connected_where_a_pair_is_kept(spec, units):
     mask = sf.compile_mask(spec, 387, block_size=16)
     reach = reachability(mask, units)
-    connected = np.array(
-        [[cell.any() for cell in np.split(row, range(reach.unit, 387, reach.unit), 1)] for row in parts(mask, reach.unit)]
-    )
-    sizes = np.diff(np.append(np.arange(0, 387, reach.unit), 387))
+    starts = np.arange(0, 387, reach.unit)
+    connected = np.logical_or.reduceat(np.logical_or.reduceat(mask.to_dense().numpy(), starts, 0), starts, 1)
+    sizes = np.diff(starts, append=387)
     pairs = np.tril(np.outer(sizes, sizes), -1) + np.diag(sizes * (sizes + 1) // 2)
     share = pairs[connected | np.eye(len(sizes), dtype=bool)].sum() / pairs.sum()
     assert reach.unit >= 16 and reach.shares[1] == pytest.approx(share)
 
 
-def test_causal_butterfly_never_reaches_most_of_the_past_and_powers_of_two_do():
-    flat = explain(sf.compile_mask("causal & butterfly(block=16)", 1024, block_size=16))
-    difference = explain(sf.compile_mask("causal & power_of_two(block=16)", 1024, block_size=16))
-    assert flat.reach.limit < 0.5 and any("any depth" in hint for hint in flat.hints)
-    assert difference.reach.limit == 1
-
-
-def test_hints_say_where_dense_wins_and_where_nothing_is_kept():
-    assert any("dense causal attention" in hint for hint in explain(sf.compile_mask("causal", 1024)).hints)
-    assert explain(sf.compile_mask("causal & local(128)", 4096)).hints == []
-    nothing = explain(sf.compile_mask("causal & ~causal", 256))
+def test_hints_say_where_dense_wins_where_nothing_is_kept_and_where_most_of_the_past_is_out_of_reach():
+    assert any("dense causal attention" in hint for hint in explain("causal", q_len=1024).hints)
+    assert explain("causal & local(128)", q_len=4096).hints == []
+    nothing = explain("causal & ~causal", q_len=256)
     assert nothing.share_of_blocks == 0 and "keeps nothing" in nothing.hints[0]
-
-
-@pytest.mark.parametrize("look", [explain, sf.draw])
-def test_a_mask_without_contents_is_refused_with_the_way_out(look):
-    q = torch.zeros(1, 1, 64, 16)
-    for mask in (sf.compile_mask("causal", 64), sf.topk_blocks(q, q, 2, every=1, block_size=16)):
-        look(mask)
-        with pytest.raises(ValueError, match="on the device meta has no contents to look at; make it on another, such as cpu"):
-            look(mask.to("meta"))
-
-
-@pytest.mark.parametrize("look", [explain, sf.draw])
-def test_a_pattern_that_differs_by_head_is_refused_with_one_that_works(look):
-    for heads in (sf.per_head(["causal & local(9)", "full", "full"]), "per_head([causal & local(9), full, full])"):
-        with pytest.raises(
-            ValueError, match=r"must be that of one head or sequence; got 2 different ones; pass one, such as '(.*)'$"
-        ) as refused:
-            look(heads, q_len=64)
-        look(str(refused.value).split("'")[1], q_len=64)
+    flat, difference = (explain(f"causal & {name}(block=16)", q_len=1024, block_size=16) for name in ("butterfly", "power_of_two"))
+    assert flat.reach.limit < 0.5 and any("any depth" in hint for hint in flat.hints) and difference.reach.limit == 1
 
 
 @pytest.mark.parametrize("look", [explain, sf.draw])
@@ -141,19 +105,9 @@ def test_a_mask_that_all_heads_share_is_looked_at_as_one(look):
 def test_the_hint_on_dropped_pairs_fits_far_keys_where_these_fill_the_blocks(every, copied):
     far = sf.from_mask_fn(lambda q, kv: kv % every == 5 % every)
     (hint,) = [one for one in explain(sf.causal() & (sf.local(200) | far), q_len=4096).hints if "dropped" in one]
-    assert ("copy these to the front" in hint) == copied and ("a smaller block size" in hint) != copied
-    if copied:
-        assert (
-            "blocks are visited for 39 keys" in hint
-            and "## Few far keys" in (Path(__file__).parents[2] / "docs/guides/masks.md").read_text()
-        )
-
-
-def test_the_functions_stay_where_the_modules_of_their_names_are_loaded():
-    import sparse_flash.tools.draw
-    import sparse_flash.tools.explain  # noqa: F401
-
-    assert callable(sf.draw) and callable(sf.explain)
+    assert ("for 39 keys: copy these to the front ('Few far keys' in the guide on masks)" in hint) == copied
+    assert ("a smaller block size" in hint) != copied
+    assert "## Few far keys" in (Path(__file__).parents[2] / "docs/guides/masks.md").read_text()
 
 
 def test_memory_of_a_call_on_this_device_is_what_it_leaves_and_what_it_peaks_at():
@@ -181,8 +135,6 @@ def test_memory_of_a_call_on_this_device_is_what_it_leaves_and_what_it_peaks_at(
     [
         ({}, "hopper", ""),
         ({"block_size": 32}, "triton", "; hopper: it runs masks of block_size 64 to 256; got 32"),
-        ({"head_dim": 16}, "triton", "; hopper: it runs head_dim 33 to 256; got 16"),
-        ({"dtype": torch.float32}, "triton", "; hopper: it runs float16 and bfloat16; got torch.float32"),
         ({"dtype": torch.float8_e4m3fn, "q_len": 1, "kv_len": 512}, "triton", "; hopper: it runs float16 and bfloat16; got "),
         ({"head_dim": 300}, "torch", "; hopper: it runs head_dim 33 to 256; got 300"),
     ],
@@ -194,26 +146,18 @@ def test_explain_says_the_back_end_and_why_no_faster_one(options, backend, reaso
     assert (e.memory["sums"] > 100 * e.q_len) == (backend == "hopper")
 
 
-def test_figures_are_attributes_that_copies_keep():
-    e = copy.deepcopy(explain("causal", q_len=256))
-    assert e.kept_pairs == 256 * 257 / 2 and not hasattr(e, "video_kept")
+def test_an_explanation_reads_as_sentences_and_has_them_as_fields():
+    e = copy.deepcopy(sf.explain("causal & local(1024)", 8, 128))
+    sizes = "65,536 queries x 65,536 keys in blocks of 128; batch 1, 8 heads of 128, bfloat16"
+    text = str(e)
+    assert text.startswith(f"causal & local(1024)\n{sizes}\n")
+    assert e.kept_blocks == 4572 and "visited blocks" in text and "4,572 of 262,144" in text and "3.481% of the 131,328" in text
+    assert "hint: " in str(sf.explain(sf.compile_mask("causal", 256))) and not hasattr(e, "video_kept")
     with pytest.raises(AttributeError, match="no figure 'kept'; it has kept_pairs, density"):
         _ = e.kept
 
 
-def test_an_explanation_reads_as_sentences_and_has_them_as_fields():
-    e = sf.explain("causal & local(1024)", 8, 128)
-    text = str(e)
-    assert text.startswith(
-        "causal & local(1024)\n65,536 queries x 65,536 keys in blocks of 128; batch 1, 8 heads of 128, bfloat16\n"
-    )
-    assert e.kept_blocks == 4572 and "visited blocks" in text and "4,572 of 262,144" in text and "3.481% of the 131,328" in text
-    assert "hint: " in str(sf.explain(sf.compile_mask("causal", 256)))
-    with pytest.raises(ValueError, match="got a mask of 256 x 256 tokens"):
-        sf.explain(sf.compile_mask("causal", 256), q_len=512)
-
-
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     pattern=strategies.by_name["tile_window"] | strategies.by_name["frame_window"] | strategies.by_name["radial"], data=st.data()
 )
@@ -233,20 +177,18 @@ def test_figures_of_a_video_are_those_of_its_own_tokens(pattern, data):
 
 def test_explain_of_a_video_says_its_grid_padding_and_window_in_tokens():
     spec = "tile_window(video_layout(9, 30, 52, tile=(2, 8, 4), prefix=77, suffix=3), (5, 3, 4))"
-    e = explain(spec)
-    assert e.q_len == e.kv_len == e.layout.length
+    e, finer = explain(spec), explain(spec, block_size=64)
     said = e.lines
+    assert e.q_len == e.kv_len == e.layout.length and all(text in str(e) for text in said.values())
     assert said["video"] == "9 x 30 x 52 tokens in 5 x 4 x 13 tiles of 2 x 8 x 4; prefix 77, suffix 3"
     assert said["padding"] == "2,600 of 16,720 positions in tile order, 18.5% of the video's tokens"
     assert said["window"] == "9 x 24 x 16 tokens (frames x rows x columns)"  # the window has all frames, of which there are 9
     assert e.hints == ["A block of 128 tokens holds 2 tiles; block_size=64 visits less."]
-    finer = explain(spec, block_size=64)
     assert finer.video_visited < e.video_visited and finer.video_kept == e.video_kept and finer.hints == []
-    assert all(text in str(e) for text in said.values())
     with pytest.raises(ValueError, match="must be in tile order, with 16720 tokens; got 14120"):
         explain(spec, q_len=14120)
-    others = explain(sf.compile_mask(e.layout, e.layout.length)), explain("causal", q_len=64)
-    assert not any("video" in other.lines or hasattr(other, "layout") for other in others)
+    for other in (explain(sf.compile_mask(e.layout, e.layout.length)), explain("causal", q_len=64)):
+        assert "video" not in other.lines and not hasattr(other, "layout")
 
 
 def test_rough_times_are_said_of_an_h100_and_h200_with_that_of_the_dense_call():
@@ -267,9 +209,7 @@ def test_rough_times_are_said_of_an_h100_and_h200_with_that_of_the_dense_call():
     "mask, options, reason",
     [
         ("causal", {"device": "a100"}, "on a100, only on h100 and h200"),
-        ("causal", {"device": "cpu"}, "on cpu, only on h100 and h200"),
         ("causal", {"q_len": 1, "kv_len": 4096}, "for up to 64 queries, only in float16 and bfloat16"),
-        ("causal", {"dtype": torch.float32}, "for up to 64 queries, only in float16 and bfloat16"),
         ("causal", {"head_dim": 300}, "for head_dim 300 with blocks of 128"),
         ("causal & sampled(8, keep=0.2)", {"q_len": 1024}, "for blocks chosen by content"),
         (sf.topk_blocks(*[torch.zeros(1, 1, 64, 16)] * 2, 2, every=1, block_size=16), {}, "for blocks chosen by content"),

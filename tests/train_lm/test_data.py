@@ -23,12 +23,14 @@ def corpus(tmp_path):
     for number in range(12):
         folder = tmp_path / "text" / f"package{number}"
         folder.mkdir(parents=True)
-        for file in range(3):
-            (folder / f"file{file}.py").write_text(text(f"f{number}_{file}"))
-        (folder / "copied.py").write_text(text("same"))
-        (folder / "nearly.py").write_text(text("near").replace("near_3(", f"near_{number}_other("))
-        (folder / "picture.png").write_bytes(b"\x89PNG")
-        (folder / "broken.py").write_bytes(b"\xff\xfe\xff")
+        files = {f"file{file}.py": text(f"f{number}_{file}").encode() for file in range(3)}
+        files |= {
+            "copied.py": text("same").encode(),
+            "nearly.py": text("near").replace("near_3(", f"near_{number}_other(").encode(),
+        }
+        files |= {"picture.png": b"\x89PNG", "broken.py": b"\xff\xfe\xff"}
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
     return tmp_path / "text"
 
 
@@ -39,28 +41,24 @@ def prepared(corpus, tmp_path):
 
 def decoded(folder, split: str) -> list[str]:
     tokenizer, tokens = Tokenizer.from_file(str(folder / "tokenizer.json")), Tokens(folder, split, VOCABULARY)
-    bounds = [*tokens.starts[:, 0].tolist(), len(tokens)]
-    pieces = [tokens.tokens[a:b] for a, b in pairwise(bounds)]
+    pieces = [tokens.tokens[a:b] for a, b in pairwise([*tokens.starts[:, 0].tolist(), len(tokens)])]
     assert all(piece[-1] == tokenizer.token_to_id(END) for piece in pieces)
     return [tokenizer.decode(piece[:-1].tolist()) for piece in pieces]
 
 
-def test_tokens_are_the_text_without_duplicates_and_without_what_is_held_out(prepared, corpus):
+def test_tokens_are_the_text_without_duplicates_and_without_what_is_held_out(prepared):
     folder, manifest = prepared
     held_out = {name for name, group in manifest["groups"].items() if group["held_out"]}
     train, held = decoded(folder, "train"), decoded(folder, "held_out")
-    own = {name: [text(f"f{name[7:]}_{file}") for file in range(3)] for name in manifest["groups"]}
-    for name, texts in own.items():
-        assert all((one in held, one in train) == (name in held_out, name not in held_out) for one in texts)
+    for name in manifest["groups"]:
+        for one in (text(f"f{name[7:]}_{file}") for file in range(3)):
+            assert (one in held, one in train) == (name in held_out, name not in held_out)
     assert 1 <= len(held_out) <= 2
     # What is in both halves stays in the held-out one.
     assert (train + held).count(text("same")) == 1 and text("same") in held
     assert sum("near_29(" in one for one in train) == 0 and sum("near_29(" in one for one in held) == 1
     assert manifest["dropped"] == {"the same file": 11, "alike by shingles": 11}
-    assert manifest["tokens"] == {
-        "train": len(Tokens(folder, "train", VOCABULARY)),
-        "held_out": len(Tokens(folder, "held_out", VOCABULARY)),
-    }
+    assert manifest["tokens"] == {split: len(Tokens(folder, split, VOCABULARY)) for split in ("train", "held_out")}
 
 
 def test_a_prepared_folder_is_taken_as_it_is_and_another_request_is_an_error(prepared, corpus, tmp_path):
@@ -74,32 +72,35 @@ def test_a_prepared_folder_is_taken_as_it_is_and_another_request_is_an_error(pre
 
 def test_folders_without_text_are_clear_errors(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no text"):
-        prepare(tmp_path / "data", VOCABULARY, tmp_path / "empty")
-    with pytest.raises(ValueError, match="must be a folder of text"):
-        prepare(tmp_path / "data", VOCABULARY, tmp_path / "missing")
-    (tmp_path / "empty" / "one").mkdir()
-    (tmp_path / "empty" / "one" / "a.txt").write_text("some text")
-    with pytest.raises(ValueError, match="whole packages or folders, and there is only one"):
-        prepare(tmp_path / "data", VOCABULARY, tmp_path / "empty", quiet=True)
+    (tmp_path / "single" / "one").mkdir(parents=True)
+    (tmp_path / "single" / "one" / "a.txt").write_text("some text")
+    for name, said in (
+        ("empty", "holds no text"),
+        ("missing", "must be a folder of text"),
+        ("single", "whole packages or folders, and there is only one"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            prepare(tmp_path / "data", VOCABULARY, tmp_path / name, quiet=True)
     assert not (tmp_path / "data" / "manifest.json").exists()
 
 
 def test_installed_packages_are_the_default_and_the_manifest_names_their_versions(tmp_path):
-    manifest = prepare(tmp_path / "data", VOCABULARY, most_bytes=1 << 18, quiet=True)
+    manifest = prepare(tmp_path / "data", VOCABULARY, most_bytes=1 << 16, quiet=True)
     assert manifest["groups"]["python"]["version"] and len(manifest["groups"]) >= 8
     assert all(group["sha256"] and group["version"] for group in manifest["groups"].values())
 
 
 def test_packages_of_a_folder_are_read_by_distribution_and_only_they(tmp_path):
     for name in ("one", "two"):
-        for place, content in ((f"{name}/a.py", text(name)), (f"{name}/table.py", ", ".join("0x7f" for _ in range(400)))):
-            (tmp_path / place).parent.mkdir(exist_ok=True)
-            (tmp_path / place).write_text(content)
-        about = tmp_path / f"{name}-1.5.dist-info"
-        about.mkdir()
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
-        (about / "RECORD").write_text("".join(f"{name}/{file},,\n" for file in ("a.py", "table.py")))
+        files = {
+            f"{name}/a.py": text(name),
+            f"{name}/table.py": ", ".join(["0x7f"] * 400),
+            f"{name}-1.5.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n",
+            f"{name}-1.5.dist-info/RECORD": f"{name}/a.py,,\n{name}/table.py,,\n",
+        }
+        for path, content in files.items():
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_text(content)
     manifest = prepare(tmp_path / "data", VOCABULARY, quiet=True, installed=tmp_path)
     assert {name: group["version"] for name, group in manifest["groups"].items()} == {"one": "1.5", "two": "1.5"}
     assert manifest["dropped"] == {"data or generated": 2}
@@ -138,12 +139,10 @@ def test_runs_of_any_length_and_batch_read_the_same_tokens_in_the_same_order(num
         assert all(torch.equal(b.labels, b.tokens + 1) for b in batches)
         return torch.cat([b.tokens.flatten() for b in batches])
 
-    wanted = read(96, 1)
+    wanted, tokens = read(96, 1), 19 * 96  # of an epoch; the next has another order
     assert torch.equal(read(32, 5), wanted) and torch.equal(read(48, 8), wanted)
-    epoch = wanted[: 19 * 96]
-    assert sorted(epoch.tolist()) == list(range(19 * 96))
-    assert not torch.equal(epoch, wanted[19 * 96 : 2 * 19 * 96])  # 1,824 tokens are an epoch; the next has another order
-    assert epoch.tolist() != sorted(epoch.tolist())
+    assert wanted[:tokens].tolist() != sorted(wanted[:tokens].tolist()) == list(range(tokens))
+    assert not torch.equal(wanted[:tokens], wanted[tokens : 2 * tokens])
 
 
 def test_boundaries_are_where_documents_start(numbered):
@@ -154,16 +153,19 @@ def test_boundaries_are_where_documents_start(numbered):
     assert tokens.documents_within(90, 20).tolist() == [0, 6, 10]
 
 
-def test_token_files_that_do_not_fit_or_are_not_there_are_clear_errors(tmp_path):
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ([0, 5, 60], "holds token 60, and the vocabulary has 50; pass --vocabulary 61"),
+        (np.ones((2, 2)), "one dimension of integers"),
+        (np.arange(50), "fewer than one chunk"),
+    ],
+    ids=["vocabulary", "shape", "length"],
+)
+def test_token_files_that_do_not_fit_or_are_not_there_are_clear_errors(content, said, tmp_path):
     with pytest.raises(ValueError, match="data holds no prepared tokens; pass the --data folder"):
         Tokens(tmp_path / "data", "train", 50)
-    np.save(tmp_path / "tokens.npy", np.array([0, 5, 9]))
-    with pytest.raises(ValueError, match="holds token 9, and the vocabulary has 9; pass --vocabulary 10"):
-        import_tokens(tmp_path / "data", tmp_path / "tokens.npy", 9)
-    np.save(tmp_path / "tokens.npy", np.ones((2, 2)))
-    with pytest.raises(ValueError, match="one dimension of integers"):
-        import_tokens(tmp_path / "data", tmp_path / "tokens.npy", 9)
-    with pytest.raises(ValueError, match="fewer than one chunk"):
-        np.save(tmp_path / "tokens.npy", np.arange(50))
+    np.save(tmp_path / "tokens.npy", content)
+    with pytest.raises(ValueError, match=said):
         import_tokens(tmp_path / "data", tmp_path / "tokens.npy", 50)
         Stream(Tokens(tmp_path / "data", "train", 50), 64, 0)
