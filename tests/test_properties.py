@@ -309,7 +309,7 @@ def test_what_queries_that_keep_nothing_receive_reaches_no_gradient(entry, backe
 
 @every_backend
 @parametrize("entry", ["attention", "attention_with_terms", "selection"])
-def test_expanded_cotangents_are_as_good_as_whole_ones(entry, backend):
+def test_expanded_tensors_are_as_good_as_whole_ones(entry, backend):
     call = made(entry, sizes_for(backend, deterministic=True, terms=("kv_lens", "sinks")))
     leaves = [t.detach().requires_grad_() for t in call.inputs]
     with unless_refused():
@@ -317,3 +317,7 @@ def test_expanded_cotangents_are_as_good_as_whole_ones(entry, backend):
     expanded = torch.autograd.grad(out.sum(), leaves, retain_graph=True)  # its cotangent has strides of 0
     for mine, right in zip(expanded, torch.autograd.grad(out, leaves, torch.ones_like(out)), strict=True):
         torch.testing.assert_close(mine, right)
+    q, k, *rest = call.inputs
+    one_head = k[:, :1].expand_as(k)
+    ours, wanted = (replace(call, inputs=(q, keys, *rest)).outcome() for keys in (one_head, one_head.contiguous()))
+    torch.testing.assert_close(ours, wanted)

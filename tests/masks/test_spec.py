@@ -27,7 +27,7 @@ def registry(monkeypatch):
     return registry_module._registry
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(pattern=strategies.expressions)
 def test_text_of_every_pattern_reads_back_as_an_equal_one_with_the_same_text(pattern):
     text = pattern.to_spec()
@@ -36,7 +36,7 @@ def test_text_of_every_pattern_reads_back_as_an_equal_one_with_the_same_text(pat
     assert sf.Pattern.from_spec(f"  ( {text} )\n") == pattern and str(pattern) == text
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(a=strategies.leaves, b=strategies.expressions, c=strategies.expressions)
 def test_order_grouping_and_repetition_make_no_difference_to_equality_or_text(a, b, c):
     for same in (
@@ -151,7 +151,7 @@ def test_text_that_is_nested_as_deep_as_it_may_be_is_compiled():
     np.testing.assert_array_equal(sf.compile_mask(text, 128, block_size=16).to_dense().numpy(), expected)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(text=st.text(st.sampled_from("causl(&|~)[],=13.'\"_ \n" + string.ascii_lowercase), max_size=30))
 def test_any_text_either_reads_or_raises_the_one_error(text):
     try:
@@ -175,7 +175,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(positional=st.lists(VALUES, max_size=3), keyword=st.dictionaries(st.sampled_from(["block", "seed", "x"]), VALUES))
 def test_every_value_that_can_be_written_reads_back(positional, keyword):
     text = write_call("ring", positional, keyword)
