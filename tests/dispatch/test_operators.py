@@ -202,12 +202,9 @@ class Calls(torch.nn.Module):
 
     def forward(self, q, k, v, lens, bounds, picks):
         packed, last = (t[0].transpose(0, 1) for t in (q, k, v)), q[:, :, -1:]
-        chosen = sf.BlockSelection.from_picks(picks, 64, always="sinks(4)")
-        mask = sf.BlockMask.from_blocks(picks[0, 0, ::64, 0].expand(4, 4) == 0, 64, TOKENS, TOKENS)
         return (
-            sf.attention(q, k, v, mask, kv_lens=lens, alibi_slopes=lens.expand(2).float()),
-            sf.attention(q, k, v, "causal & local(50)", softcap=2.0),
-            sf.attention(q, k, v, chosen),
+            sf.attention(q, k, v, "causal & local(50)", kv_lens=lens, softcap=2.0),
+            sf.attention(q, k, v, sf.BlockSelection.from_picks(picks, 64)),
             sf.attention(q, k, v, "causal & sampled(8, keep=1, block=64)"),
             sf.attention_decode(last, k, v, "causal & local(20)", kv_lens=lens),
             sf.attention_varlen(*packed, bounds, mask="causal", max_seqlen_q=TOKENS),
