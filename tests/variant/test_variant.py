@@ -246,7 +246,7 @@ def test_a_score_function_is_asked_for_tokens_that_exist_and_its_nan_stays_with_
     def without_nan(score, batch, head, q_pos, k_pos, params):
         return function(score, batch, head, q_pos, torch.minimum(q_pos, k_pos), params)  # the masks are causal
 
-    outcomes = []
+    mask, outcomes = sf.compile_mask(mask, 70, 90, 32, device=DEVICE), []
     for one in (function, without_nan):
         given = {"score_mod": sf.ScoreFunction(one), "score_params": (torch.arange(90, device=DEVICE) // 25,), "backend": backend}
         outcomes.append(Call(inputs()[:3], partial(sf.attention, mask=mask, return_lse=True, **given), None).outcome())
