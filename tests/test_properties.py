@@ -108,7 +108,7 @@ PER_HEAD = f"per_head([causal, {LOCAL}, causal, causal & strided(5)])"
 OF_LENGTHS = [(1, 1, None), (1, 300, "causal"), (300, 1, "local(40)"), (77, 200, "causal"), (200, 77, "local(40)")]
 OF_LENGTHS += [(128, 256, None), (256, 128, "causal"), (129, 127, None)]
 OF_V = [(192, 128, HALF, "sliced"), (64, 128, torch.float32, "heads first"), (40, 72, HALF, "head_dim first")]
-OF_V += [(16, 256, torch.float32, "tokens first")]
+OF_V += [(16, 256, torch.float32, "tokens first"), (128, 64, HALF, "tokens first"), (100, 36, HALF, "sliced")]
 # What differs from usual sizes.
 ROWS = [
     *({"head_dim": dim} for dim in (16, 40, 64, 80, 96, 128, 256)),
@@ -181,7 +181,7 @@ ON_GPU += [
 ]
 ON_GPU += [
     ("hopper", (term,), spec, BRAIN, dim, dim, block_size)
-    for term in ("lengths", "softcap", "alibi of batch", "own")
+    for term in ("lengths", "softcap", "alibi of batch", "own", "dropout")
     for spec, dim, block_size in ((BITS, 64, 128), ("local(30)", 96, 256), (None, 128, 128), ("causal", 128, 64))
 ]
 

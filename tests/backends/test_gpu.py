@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from oracle import LAYOUTS, check, heavy_rows_split, no_host_synchronization
+from oracle import check, heavy_rows_split, no_host_synchronization
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 import sparse_flash as sf
@@ -46,23 +46,6 @@ BACKENDS = ["triton", "hopper"]
 @parametrize("backend", BACKENDS)
 def test_every_pattern_head_dim_and_dtype_is_right(backend, name, head_dim, dtype):
     check(backend, PATTERNS[name], 385, 380, block_size=128, dtype=dtype, head_dim=head_dim, heads=4, kv_heads=2, batch=2)
-
-
-# Each takes some seconds to compile, so not all are tested in all dtypes.
-V_HEAD_DIMS = [(*pair, torch.bfloat16) for pair in ((192, 128), (64, 128), (40, 72), (16, 256), (128, 64), (100, 36))]
-V_HEAD_DIMS += [(192, 128, torch.float16), (192, 128, torch.float32), (64, 128, torch.float32)]
-
-
-@parametrize("head_dim, v_head_dim, dtype", V_HEAD_DIMS)
-@parametrize("name", [None, "local", "dilated"])
-@parametrize("backend", BACKENDS)
-def test_v_may_have_a_head_dim_of_its_own(backend, name, head_dim, v_head_dim, dtype):
-    pattern = PATTERNS[name] if name else None
-    for layout in LAYOUTS:
-        # Alternates with v like q and k: a launch is repeated only for what it was compiled for.
-        for width in (head_dim, v_head_dim):
-            options = {"head_dim": head_dim, "v_head_dim": width, "layout": layout, "dtype": dtype, "block_size": 128}
-            check(backend, pattern, 385, 380, heads=4, kv_heads=2, batch=2, **options)
 
 
 def test_hopper_leaves_narrow_v_to_the_portable_kernels():
@@ -172,13 +155,6 @@ def test_rows_and_columns_that_come_in_parts_are_right(name, block_size, head_di
         options = {"dtype": torch.bfloat16, "head_dim": head_dim, "heads": 4, "kv_heads": 4 // group}
         check("hopper", pattern, 1500, 1400, block_size=block_size, batch=2, **options)
         check("hopper", sf.BlockMask.per_head([mask, sf.compile_mask("causal", 1500, 1400, block_size)] * 2), 1500, 1400, **options)
-
-
-@parametrize("layout", LAYOUTS)
-@parametrize("head_dim", [64, 96, 100, 200])
-@parametrize("backend", BACKENDS)
-def test_every_memory_order_is_right(backend, head_dim, layout):
-    check(backend, "causal", 300, 260, dtype=torch.float16, head_dim=head_dim, heads=4, kv_heads=2, batch=2, layout=layout)
 
 
 @parametrize("head_dim, v_head_dim", [(64, 64), (192, 128), (256, 256)])
