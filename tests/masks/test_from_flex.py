@@ -184,9 +184,9 @@ sys.exit(4)
 def test_a_flex_mask_passed_as_the_mask_is_read_once_until_it_changes_and_goes_with_it(rule, batch, heads):
     seen = []
 
-    def counted(*index):
-        seen.append(index)
-        return rule(*index)
+    def counted(b, h, q, kv):
+        seen.append(q)
+        return rule(b, h, q, kv)
 
     q, k, v = torch.randn(2, 4, 300, 16), *torch.randn(2, 2, 2, 300, 16)
     flex = create_block_mask(counted, batch, heads, 300, 300, device="cpu")

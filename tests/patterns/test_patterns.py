@@ -208,7 +208,14 @@ def test_causal_query_sees_exactly_window_keys_of_local_itself_included():
     np.testing.assert_array_equal(strategies.dense(sf.local(1), 7, 7), np.eye(7, dtype=bool))
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
+@given(pattern=strategies.leaves.filter(lambda pattern: pattern.shift_period), periods=st.integers(-2, 2))
+def test_a_rule_repeats_where_queries_and_keys_move_by_its_period(pattern, periods):
+    q, kv, move = np.arange(EARLIEST, TOKENS)[:, None], np.arange(TOKENS) + 2 * pattern.shift_period, periods * pattern.shift_period
+    np.testing.assert_array_equal(*np.broadcast_arrays(pattern.token_rule(q, kv), pattern.token_rule(q + move, kv + move)))
+
+
+@settings(max_examples=100)
 @given(pattern=strategies.expressions, by=st.integers(-300, 300))
 def test_a_moved_expression_keeps_from_its_first_position_on_what_the_expression_keeps(pattern, by):
     q, kv = np.arange(max(by, 0) + EARLIEST, max(by, 0) + TOKENS)[:, None], np.arange(max(by, 0), max(by, 0) + TOKENS)

@@ -22,6 +22,7 @@ from calls import (
     own_in_torch,
     sizes_for,
     surviving,
+    unless_refused,
 )
 from oracle import BACKENDS, DEVICE, dense_attention, make_call, require
 
@@ -74,6 +75,15 @@ def test_the_torch_back_end_is_right_where_a_row_takes_many_pieces(monkeypatch, 
     table = mask and sf.compile_mask(mask, 70, 90, 16, device=DEVICE)
     sizes = replace(SIZES, backend="torch", dtype=torch.float64, spec=mask, terms=ALL_TERMS)
     assert_right(attention_with_terms(sizes, table), "torch")
+
+
+@every_backend
+@parametrize("spec", ["causal", "local(40)"])
+def test_whole_blocks_that_lengths_cut_are_right(backend, spec):
+    sizes = sizes_for(backend, spec=spec, terms=("lengths",), q_len=40, kv_len=60, heads=1, kv_heads=1, block_size=16)
+    mask = replace(sf.compile_mask(spec, 40, 60, sizes.block_size, device=DEVICE), coarse=None)
+    with unless_refused():
+        assert_right(attention_with_terms(sizes, mask), backend)
 
 
 def inputs(dtype=torch.float32, q_len=70, kv_len=90, head_dim=16, kv_heads=KV_HEADS):
