@@ -40,6 +40,9 @@ CALLS = {
 }
 
 
+CHANGED = ("&", "parameters of all kinds", "by head", "uncovered")  # which takes a second graph
+
+
 @needs_213
 @pytest.mark.parametrize(
     "call, pattern",
@@ -50,7 +53,7 @@ def test_a_pattern_made_in_compiled_code_is_taken_and_may_have_numbers_that_chan
         return CALLS[call](q, PATTERNS[pattern](n))
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for n in (20, 30, 40):  # from the second call on, a symbol
+    for n in (20, 30, 40) if call == "attention" and pattern in CHANGED else (20,):  # from the second call on, a symbol
         torch.testing.assert_close(compiled(Q, n), attend(Q, n))
 
 

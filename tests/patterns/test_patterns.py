@@ -22,7 +22,7 @@ from sparse_flash import patterns
 from sparse_flash.masks.registry import find_docstring_line, pattern_class
 from sparse_flash.masks.rules import move_pattern
 
-TOKENS = 44
+TOKENS = 36
 EARLIEST = -9  # queries before the first key, as with more queries than keys
 
 
