@@ -37,6 +37,13 @@ LACKS = (
     ("vmap", "decode_selection", "on a CPU it is made of PyTorch's operations, which vmap takes"),
     ("no-q_len", "model", "Transformers reads the last position"),
     ("graph", "model", "Transformers and the layer look for packed sequences in position_ids, on the host"),
+    ("traced", "selection selection_masses decode_selection blocks", "torch.jit makes tensors of lengths, which are refused first"),
+    ("traced", "layer model", "torch.jit refuses their parameters"),
+    (
+        "meta",
+        "attention_under_a_table attention_with_terms context_parallel block_sparse_call model",
+        "tables and terms lie on a device, or values are read",
+    ),
 )
 
 
@@ -177,6 +184,32 @@ def test_transforms_of_functions_are_refused(entry):
     call = make(entry, "vmap")
     with pytest.raises(Exception, match=r"vmap|torch\.func|transform"):
         torch.vmap(lambda *t: call.run(*t, *call.others)[0])(*(t[None] for t in call.inputs))
+
+
+@every_entry
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_tracing_by_torch_jit_names_what_traces_instead(entry):
+    call = make(entry, "traced")
+    with pytest.raises(NotImplementedError, match=r"torch.jit.trace turns into constants; use torch.export.export"):
+        torch.jit.trace(call.run, (*call.inputs, *call.others))
+
+
+@every_entry
+def test_batches_of_gradients_are_refused(entry):
+    call = make(entry, "batched", terms=TERMS)
+    leaves = [t.detach().requires_grad_(call.differentiable) for t in call.inputs]
+    for result in call.run(*leaves, *call.others) if call.differentiable else ():
+        gradients = torch.ones(3, *result.shape, device=DEVICE, dtype=result.dtype)
+        with pytest.raises(NotImplementedError, match=r"not under .*is_grads_batched=True.*; .*loop over the gradients"):
+            torch.autograd.grad(result, leaves[0], gradients, is_grads_batched=True, retain_graph=True)
+
+
+@every_entry
+def test_meta_tensors_have_the_shapes_of_real_ones(entry):
+    call = make(entry, "meta")
+    meta = replace(call, inputs=tuple(t.to("meta") for t in call.inputs), others=tuple(t.to("meta") for t in call.others))
+    for mine, right in zip(meta.outcome(), call.outcome(), strict=True):
+        assert (mine.shape, mine.dtype, mine.device.type) == (right.shape, right.dtype, "meta")
 
 
 @every_entry

@@ -108,12 +108,12 @@ def test_results_and_gradients_are_those_of_the_definition(entry, backend):
 
 
 LOCAL, BITS, HALF, BRAIN = "causal & local(50)", "causal & strided(7, block=1)", torch.float16, torch.bfloat16
-PER_HEAD = f"per_head([causal, {LOCAL}, causal, causal & strided(5)])"
+PER_HEAD = "per_head([causal, causal & local(9), causal, causal & strided(5, block=1)])"  # others at 40 tokens too
 # (q_len, kv_len, spec); (head_dim, v_head_dim, dtype, layout)
 OF_LENGTHS = [(1, 1, None), (1, 300, "causal"), (300, 1, "local(40)"), (77, 200, "causal"), (200, 77, "local(40)")]
 OF_LENGTHS += [(128, 256, None), (256, 128, "causal"), (129, 127, None)]
 OF_V = [(192, 128, HALF, "sliced"), (64, 128, torch.float32, "heads first"), (40, 72, HALF, "head_dim first")]
-OF_V += [(16, 256, torch.float32, "tokens first")]
+OF_V += [(16, 256, torch.float32, "tokens first"), (128, 64, HALF, "tokens first"), (100, 36, HALF, "sliced")]
 # What differs from usual sizes.
 ROWS = [
     *({"head_dim": dim} for dim in (16, 40, 64, 80, 96, 128, 256)),
@@ -189,7 +189,7 @@ ON_GPU += [
 ]
 ON_GPU += [
     ("hopper", (term,), spec, BRAIN, dim, dim, block_size)
-    for term in ("lengths", "softcap", "alibi of batch", "own")
+    for term in ("lengths", "softcap", "alibi of batch", "own", "dropout")
     for spec, dim, block_size in ((BITS, 64, 128), ("local(30)", 96, 256), (None, 128, 128), ("causal", 128, 64))
 ]
 
@@ -317,8 +317,8 @@ def test_what_queries_that_keep_nothing_receive_reaches_no_gradient(entry, backe
 
 
 @every_backend
-@parametrize("entry", ["attention_with_terms", "selection"])
-def test_expanded_cotangents_are_as_good_as_whole_ones(entry, backend):
+@parametrize("entry", ["attention", "attention_with_terms", "selection"])
+def test_expanded_tensors_are_as_good_as_whole_ones(entry, backend):
     call = made(entry, sizes_for(backend, deterministic=True, terms=("kv_lens", "sinks")))
     leaves = [t.detach().requires_grad_() for t in call.inputs]
     with unless_refused():
@@ -326,3 +326,7 @@ def test_expanded_cotangents_are_as_good_as_whole_ones(entry, backend):
     expanded = torch.autograd.grad(out.sum(), leaves, retain_graph=True)  # its cotangent has strides of 0
     for mine, right in zip(expanded, torch.autograd.grad(out, leaves, torch.ones_like(out)), strict=True):
         torch.testing.assert_close(mine, right)
+    q, k, *rest = call.inputs
+    one_head = k[:, :1].expand_as(k)
+    ours, wanted = (replace(call, inputs=(q, keys, *rest)).outcome() for keys in (one_head, one_head.contiguous()))
+    torch.testing.assert_close(ours, wanted)

@@ -5,7 +5,7 @@ A new call is one line of ``CALLS``, with plain arguments by name. Everything li
 
 import copy
 import re
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 
 import numpy as np
@@ -547,6 +547,11 @@ TABLES = (
     row("compile", V, "kv_len must be a positive integer number of tokens; got -1", kv_len=-1),
     each("compile", V, r"power of two in 16\.\.256; got {}; try", block_size=(48, 8, 512, 64.0)),
     row(of_heads, V, "got an empty list", masks=[]),
+    *(row(call, error, f"{name} must be .*0 to {last}; got {number}|{name} must be .*; got '0'", **{field: number})
+      for masks in (of_heads(["causal", "full"], 64), SELECTION)
+      for name, field, last, call in (("head", "head", 1, masks.select), ("query", "query", 63, masks.kept_keys),
+                                      ("head", "head", 1, partial(masks.kept_keys, 0)))
+      for error, number in ((IndexError, 9999), (IndexError, -1), (T, None), (T, 0.5), (T, "0"))),
     row(of_heads, V, r"mask 0 has \(9, 9, 128\), mask 1 has \(8, 8, 128\)", masks=[compiled("causal", 9), compiled("causal", 8)]),
     row(of_heads, V, r"one head each; mask 1 has \(1, 2\)", masks=[compiled("causal", 9), of_heads(["causal", "full"], 9)]),
     row(of_heads, V, "q_len is needed", masks=["causal"]),
@@ -757,7 +762,7 @@ NUMBERS = {"scale", "dropout_p", "softcap", "deterministic", "backend", "keep", 
 
 
 def parametrize(rows):
-    ids = [f"{getattr(call, '__name__', call)}-{'-'.join(change)}" for call, change, *_ in rows]
+    ids = [f"{getattr(getattr(call, 'func', call), '__name__', call)}-{'-'.join(change)}" for call, change, *_ in rows]
     return pytest.mark.parametrize("call, change, error, message", rows, ids=ids)
 
 

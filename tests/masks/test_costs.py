@@ -12,7 +12,6 @@ import torch
 
 import sparse_flash as sf
 from sparse_flash.masks import memory
-from sparse_flash.masks.costs import Counts, pass_us
 from sparse_flash.tools.explanation import CallSpec, estimate_time
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels"
@@ -56,36 +55,6 @@ def test_choices_between_tables_lose_little_over_the_best():
         times = {name: sum(passes) for name, passes in row["ms"].items()}
         losses.append(times[chosen] / min(times.values()) - 1)
     assert len(losses) == 40 and np.mean(losses) < 0.06
-
-
-@pytest.mark.parametrize("spec", ["causal", "full"])
-@pytest.mark.parametrize("lengths", [(2048, 2048), (1000, 1000), (700, 1500)])
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_dense_call_counts_as_its_mask_does(spec, lengths, backward):
-    mask = replace(sf.compile_mask(spec, *lengths), keeps_all=False)
-    own, other = reversed(lengths) if backward else lengths
-    offset = None if spec == "full" else 0 if backward else lengths[1] - lengths[0]
-    of_mask, dense = Counts.of_mask(mask, backward), Counts.dense(own, other, offset)
-    # Where lengths cut blocks off, a mask has tiles for them.
-    assert of_mask.rows == dense.rows and sum(of_mask.heaviest) == pytest.approx(sum(dense.heaviest), abs=1)
-    assert of_mask.full + of_mask.partial == pytest.approx(dense.full + dense.partial, rel=0.1)
-
-
-def test_the_counts_of_heads_with_masks_of_their_own_are_those_of_their_mean():
-    masks = [sf.compile_mask(spec, 4096) for spec in ("causal & local(200)", "causal", "causal")]
-    counts = Counts.of_mask(sf.BlockMask.per_head(masks))
-    one, other = Counts.of_mask(masks[0]), Counts.of_mask(masks[1])
-    assert counts[1:4] == pytest.approx([(a + 2 * b) / 3 for a, b in zip(one[1:4], other[1:4], strict=True)])
-    assert counts.heaviest == other.heaviest
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_calls_of_more_work_take_longer_and_short_ones_as_long_as_the_host(backward):
-    few, many = (Counts.of_mask(sf.compile_mask(spec, 8192), backward) for spec in ("causal & local(128)", "causal"))
-    times = [pass_us(counts, backward, False, heads, (128, 128)) for heads in (1, 8, 64) for counts in (few, many)]
-    assert times[0] == pass_us(few, backward, False, 2, (64, 64)) and times[0] < times[3] < times[5] and times[2] <= times[4]
-    assert pass_us(many, backward, False, 64, (64, 64)) < pass_us(many, backward, False, 64, (96, 64)) < times[5]
-    assert pass_us(many, backward, False, 8, (300, 300)) is None and pass_us(few, backward, True, 8, (256, 256)) is None
 
 
 @pytest.mark.parametrize(

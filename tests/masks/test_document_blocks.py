@@ -206,16 +206,6 @@ def test_there_is_room_for_documents_of_any_lengths(pattern, lengths, beyond, sl
     assert rows <= blocks and touched <= entries and touched - full <= tiles
 
 
-LIMITS = [("_LEAST_TOKENS", 900, 901), ("_LEAST_MEAN", 180, 181), ("_LEAST_RUN", 1024, 1025)]
-
-
-@pytest.mark.parametrize("limit, at, beyond", LIMITS)
-def test_packed_documents_lie_by_document_unless_the_call_they_or_runs_are_short(by_kernels, monkeypatch, limit, at, beyond):
-    for least, lies in ((at, True), (beyond, False)):
-        monkeypatch.setattr(in_place, limit, least)
-        assert (packed_mask("causal").by_document is not None) == lies
-
-
 def test_lengths_that_change_after_a_call_change_nothing_of_its_tables(by_kernels):
     bounds = torch.tensor(PACKED["causal"][1], device=DEVICE)
     mask, wanted = packed_mask("causal", bounds), packed_mask("causal").to_dense()

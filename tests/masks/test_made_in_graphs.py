@@ -12,15 +12,24 @@ from sparse_flash.masks.table import Table
 
 Q = torch.randn(1, 2, 70, 16)
 STARTS = torch.tensor([0, 30, 70])
+needs_213 = pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch._dynamo.reset()  # compilations of one function are limited
+
+
+# Patterns with a number that changes, and calls.
 PATTERNS = {
-    "a parameter": lambda: sf.local(20),
-    "&": lambda: sf.causal() & sf.local(20),
-    "& |": lambda: sf.causal() & (sf.random(0.3, block=1) | sf.sinks(3)),
-    "parameters of all kinds": lambda: sf.window(5) | sf.dilated(3, 2, block=1) | sf.documents([0, 30, 70]),
-    "by head": lambda: sf.per_head(["causal", sf.local(3) & sf.causal()]),
-    "text with numbers": lambda: sf.causal() & "local(3)" | "sinks(2)",
-    "texts by head": lambda: sf.per_head(["causal & local(20)", "random(0.3, block=1)"]),
-    "shifted": lambda: sf.global_tokens(6) | sf.shifted(sf.neighborhood((8, 8), 3), 6) & sf.local(9),
+    "&": lambda n: sf.causal() & sf.local(n),
+    "& |": lambda n: sf.causal() & (sf.random(0.3, block=n) | sf.sinks(3)),
+    "parameters of all kinds": lambda n: sf.window(n) | sf.dilated(3, 2, block=1) | sf.documents((0, n, 70)),
+    "by head": lambda n: sf.per_head(["causal", sf.local(n) & sf.causal()]),
+    "text with numbers": lambda n: sf.local(n) & "local(30)" | "sinks(2)",
+    "texts by head": lambda n: sf.per_head(["causal & local(20)", "random(0.3, block=1)"]),
+    "shifted": lambda n: sf.global_tokens(6) | sf.shifted(sf.neighborhood((8, 8), 3), 6) & sf.local(n),
+    "uncovered": lambda n: sf.dilated(n, 2, block=1) | sf.shifted(sf.local(n), 3, allow_uncovered=True),
 }
 CALLS = {
     "attention": lambda q, mask: sf.attention(q, q, q, mask),
@@ -29,41 +38,23 @@ CALLS = {
     "within": lambda q, mask: sf.attention(q, q, q, sf.topk_blocks(q, q, keep=1, block_size=32, within=mask)),
     "always": lambda q, mask: sf.attention(q, q, q, sf.topk_blocks(q, q, keep=1, block_size=32, every=1, always=mask)),
 }
-needs_213 = pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
+
+
+CHANGED = ("&", "parameters of all kinds", "by head", "uncovered")  # which takes a second graph
 
 
 @needs_213
-@pytest.mark.parametrize("made", PATTERNS)
-def test_a_pattern_made_in_compiled_code_is_taken(made):
-    make = PATTERNS[made]
-    compiled = torch.compile(lambda q: sf.attention(q, q, q, make()), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(Q), sf.attention(Q, Q, Q, make()))
+@pytest.mark.parametrize(
+    "call, pattern",
+    [*(("attention", pattern) for pattern in PATTERNS), *((call, "&") for call in ("decode", "varlen", "within", "always"))],
+)
+def test_a_pattern_made_in_compiled_code_is_taken_and_may_have_numbers_that_change(call, pattern):
+    def attend(q, n):
+        return CALLS[call](q, PATTERNS[pattern](n))
 
-
-@needs_213
-@pytest.mark.parametrize("call", CALLS)
-def test_every_call_takes_a_pattern_made_in_compiled_code(call):
-    attend = CALLS[call]
-    compiled = torch.compile(lambda q: attend(q, sf.causal() & sf.local(20)), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(Q), attend(Q, sf.causal() & sf.local(20)))
-
-
-NUMBERS = {
-    "a parameter": lambda n: sf.causal() & sf.local(n),
-    "several": lambda n: sf.dilated(n, 2, block=1) | sf.shifted(sf.local(n), 3, allow_uncovered=True),
-    "in a tuple": lambda n: sf.documents((0, n, 70)),
-    "by head": lambda n: sf.per_head([sf.local(n), "causal"]),
-}
-
-
-@needs_213
-@pytest.mark.parametrize("made", NUMBERS)
-def test_a_pattern_made_in_compiled_code_may_have_numbers_that_change(made):
-    torch._dynamo.reset()  # each number compiles anew, and compilations of one function are limited
-    make = NUMBERS[made]
-    compiled = torch.compile(lambda q, n: sf.attention(q, q, q, make(n)), backend="aot_eager", fullgraph=True)
-    for n in (20, 30, 40):  # from the second call on, a symbol
-        torch.testing.assert_close(compiled(Q, n), sf.attention(Q, Q, Q, make(n)))
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for n in (20, 30, 40) if call == "attention" and pattern in CHANGED else (20,):  # from the second call on, a symbol
+        torch.testing.assert_close(compiled(Q, n), attend(Q, n))
 
 
 @needs_213
@@ -101,32 +92,28 @@ TABLES = [sf.compile_mask(mask, 70) for mask in ("causal", "local(9)", "causal &
 BY_SEQUENCE = [sf.per_batch(masks) for masks in (["causal", "local(9)", "causal"], ["causal", "local(9)", "local(8)"])]
 
 
+WARNED = "causal & local(9), after causal: "
+CHOOSERS = ["causal & pooled(keep=1)", "causal & pooled(keep=2)"]
+
+
+def in_two_types(q, dtype):
+    return [sf.attention(*[q.to(dtype)] * 3, mask) for mask in ("causal", "full")]
+
+
 @pytest.mark.parametrize(
     "call, masks, graphs, warned",
     [
-        (CALLS["attention"], ["causal", "causal", "causal & local(9)", "local(8)"], 3, "causal & local(9), after causal: "),
-        (CALLS["decode"], ["causal", "causal & local(9)"], 2, "causal & local(9), after causal: "),
-        (CALLS["varlen"], ["causal", "causal & local(9)"], 2, "causal & local(9), after causal: "),
-        (
-            CALLS["attention"],
-            ["causal & pooled(keep=1)", "causal & pooled(keep=2)"],
-            2,
-            "pooled(keep=2), after causal & pooled(keep=1): ",
-        ),
+        (CALLS["attention"], ["causal", "causal", "causal & local(9)", "local(8)"], 3, WARNED),
+        (CALLS["decode"], ["causal", "causal & local(9)"], 2, WARNED),
+        (CALLS["varlen"], ["causal", "causal & local(9)"], 2, WARNED),
+        (CALLS["attention"], CHOOSERS, 2, "pooled(keep=2), after causal & pooled(keep=1): "),
         (on_layer, ["causal", "local(9)"], 2, "local(9), after causal: "),
         (on_layer, TABLES, 1, None),
-        (CALLS["attention"], TABLES, 1, None),
         (CALLS["attention"], [sf.compile_mask(mask, 70) for mask in BY_SEQUENCE], 1, None),  # of two and of three stored masks
-        (
-            lambda q, dtype: [sf.attention(*[q.to(dtype)] * 3, mask) for mask in ("causal", "full")],
-            [torch.float, torch.double],
-            2,
-            None,
-        ),
+        (in_two_types, [torch.float, torch.double], 2, None),
     ],
 )
 def test_another_pattern_is_another_graph_and_the_first_such_warns(call, masks, graphs, warned):
-    torch._dynamo.reset()
     counter, q = CompileCounterWithBackend("aot_eager"), Q.expand(3, -1, -1, -1)
     compiled = torch.compile(call, backend=counter, fullgraph=True)
     with warnings.catch_warnings(record=True) as caught:

@@ -91,8 +91,7 @@ def test_function_transforms_and_batched_gradients_see_operations():
     held = index_of(RAGGED, "to_tiles").bincount()[:, None]
     torch.testing.assert_close(torch.func.grad(lambda x: (RAGGED.to_tiles(x, 1) ** 2).sum())(x), 2 * held * x)
     leaf = x.clone().requires_grad_()
-    out = RAGGED.to_tiles(leaf, 1)
-    gradients = torch.randn(2, *out.shape, device=DEVICE)
+    out, gradients = RAGGED.to_tiles(leaf, 1), torch.randn(2, *tiled.shape, device=DEVICE)
     (batched,) = torch.autograd.grad(out, leaf, gradients, is_grads_batched=True, retain_graph=True)
     torch.testing.assert_close(batched, torch.stack([torch.autograd.grad(out, leaf, g, retain_graph=True)[0] for g in gradients]))
 
@@ -105,11 +104,9 @@ def test_compiled_code_goes_there_and_back():
 
     x = torch.randn(2, RAGGED.tokens, 3, device=DEVICE, requires_grad=True)
     results = []
-    for fn in (there_and_back, torch.compile(there_and_back, backend="aot_eager", fullgraph=True)):
-        out, tiled = fn(x)
+    for out, tiled in (there_and_back(x), torch.compile(there_and_back, backend="aot_eager", fullgraph=True)(x)):
         results.append((out, tiled, *torch.autograd.grad(out.sum() + tiled.sin().sum(), x)))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

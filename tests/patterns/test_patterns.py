@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
@@ -22,7 +22,7 @@ from sparse_flash import patterns
 from sparse_flash.masks.registry import find_docstring_line, pattern_class
 from sparse_flash.masks.rules import move_pattern
 
-TOKENS = 44
+TOKENS = 36
 EARLIEST = -9  # queries before the first key, as with more queries than keys
 
 
@@ -163,7 +163,7 @@ def keeps(pattern, q, kv):
 
 
 @pytest.mark.parametrize("name", sorted(strategies.by_name))
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_token_rule_is_the_formula(name, data):
     p = data.draw(strategies.by_name[name])
@@ -208,15 +208,14 @@ def test_causal_query_sees_exactly_window_keys_of_local_itself_included():
     np.testing.assert_array_equal(strategies.dense(sf.local(1), 7, 7), np.eye(7, dtype=bool))
 
 
-@settings(max_examples=200)
-@given(pattern=strategies.leaves, periods=st.integers(-2, 2))
+@settings(max_examples=120)
+@given(pattern=strategies.leaves.filter(lambda pattern: pattern.shift_period), periods=st.integers(-2, 2))
 def test_a_rule_repeats_where_queries_and_keys_move_by_its_period(pattern, periods):
-    assume(pattern.shift_period)
     q, kv, move = np.arange(EARLIEST, TOKENS)[:, None], np.arange(TOKENS) + 2 * pattern.shift_period, periods * pattern.shift_period
     np.testing.assert_array_equal(*np.broadcast_arrays(pattern.token_rule(q, kv), pattern.token_rule(q + move, kv + move)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(pattern=strategies.expressions, by=st.integers(-300, 300))
 def test_a_moved_expression_keeps_from_its_first_position_on_what_the_expression_keeps(pattern, by):
     q, kv = np.arange(max(by, 0) + EARLIEST, max(by, 0) + TOKENS)[:, None], np.arange(max(by, 0), max(by, 0) + TOKENS)
@@ -224,44 +223,20 @@ def test_a_moved_expression_keeps_from_its_first_position_on_what_the_expression
     np.testing.assert_array_equal(*np.broadcast_arrays(move_pattern(pattern.bind_length(TOKENS), by).token_rule(q, kv), expected))
 
 
-def test_a_moved_pattern_is_equal_for_offsets_of_one_meaning():
-    assert move_pattern(sf.block_diagonal(8), 3) == move_pattern(sf.block_diagonal(8), 19) and move_pattern(
-        sf.block_diagonal(8), -16
-    ) == sf.block_diagonal(8)
-    assert move_pattern(sf.causal() & sf.local(9), 5) == sf.causal() & sf.local(9)
-    assert (
-        move_pattern(sf.sinks(4), 3) == sf.sinks(7) and move_pattern(sf.sinks(4), -4) == move_pattern(sf.sinks(4), -9) == ~sf.full()
-    )
-    assert move_pattern(sf.longformer(5, 2), -1) == sf.local(5) | move_pattern(sf.global_tokens(2), -1)
-
-
-@settings(max_examples=60)
-@given(pattern=strategies.expressions, kv_len=st.integers(2, 200), data=st.data())
-def test_fewer_queries_see_what_the_last_queries_of_the_square_mask_see(pattern, kv_len, data):
-    q_len = data.draw(st.integers(1, kv_len))
-    square = sf.compile_mask(pattern, kv_len, block_size=32).to_dense()
-    decoding = sf.compile_mask(pattern, q_len, kv_len, block_size=32).to_dense()
-    torch.testing.assert_close(decoding, square[kv_len - q_len :])
-
-
-def reachable(step):
-    """Which pairs are connected after any number of layers."""
-    reach = step
-    while True:
-        further = (reach.astype(int) @ reach.astype(int)) > 0
-        if (further == reach).all():
-            return reach
-        reach = further
-
-
-def test_causal_butterfly_never_reaches_most_of_the_past_and_power_of_two_reaches_all_of_it():
-    units, past = 32, np.tril(np.ones((32, 32), bool))
-    butterfly = reachable(strategies.dense(sf.causal() & sf.butterfly(block=1), units, units))
-    expected = np.array([[i & j == j for j in range(units)] for i in range(units)])  # digits are only ever cleared
-    np.testing.assert_array_equal(butterfly, expected)
-    assert butterfly.sum() < 0.5 * past.sum()
-    np.testing.assert_array_equal(reachable(strategies.dense(sf.causal() & sf.power_of_two(block=1), units, units)), past)
-    assert reachable(strategies.dense(sf.butterfly(block=1), units, units)).all()
+@pytest.mark.parametrize(
+    "pattern, by, moved",
+    [
+        (sf.block_diagonal(8), 3, move_pattern(sf.block_diagonal(8), 19)),
+        (sf.block_diagonal(8), -16, sf.block_diagonal(8)),
+        (sf.causal() & sf.local(9), 5, sf.causal() & sf.local(9)),
+        (sf.sinks(4), 3, sf.sinks(7)),
+        (sf.sinks(4), -4, ~sf.full()),
+        (sf.sinks(4), -9, ~sf.full()),
+        (sf.longformer(5, 2), -1, sf.local(5) | move_pattern(sf.global_tokens(2), -1)),
+    ],
+)
+def test_moves_of_one_meaning_make_equal_patterns(pattern, by, moved):
+    assert move_pattern(pattern, by) == moved
 
 
 def test_token_stride_shorter_than_a_block_leaves_no_block_empty_and_units_do():
@@ -269,14 +244,6 @@ def test_token_stride_shorter_than_a_block_leaves_no_block_empty_and_units_do():
     units = sf.compile_mask(sf.strided(8, block=64), 2048, block_size=64)
     assert tokens.block_density == 1.0 and units.block_density < 0.6
     assert units.density == units.block_density  # whole units, so no block is kept in part
-
-
-@settings(max_examples=30)
-@given(name=st.sampled_from(["random", "bigbird"]), data=st.data(), short=st.integers(1, 200), more=st.integers(0, 200))
-def test_longer_sequence_extends_the_random_pairs_of_a_shorter_one(name, data, short, more):
-    p = data.draw(strategies.by_name[name])
-    longer = sf.compile_mask(p, short + more, block_size=64).to_dense()
-    torch.testing.assert_close(sf.compile_mask(p, short, block_size=16).to_dense(), longer[:short, :short])
 
 
 def test_random_pairs_have_the_density_asked_for_in_every_row_block_and_depend_on_the_seed():
@@ -297,20 +264,6 @@ def test_neighborhood_keeps_exactly_the_window_of_every_query(shape, window):
     q = np.arange(cells)
     per_query = sum(sf.neighborhood(shape, window).token_rule(q[:, None], kv[None, :]).sum(1) for kv in np.array_split(q, 16))
     assert (per_query == size).all()
-
-
-def test_documents_keep_nothing_past_their_end():
-    kept = strategies.dense(sf.documents((0, 5, 9)), 12, 12)  # by definition; compiling says that these are not all tokens
-    assert kept.sum() == 25 + 16 and not kept[9:].any() and not kept[:, 9:].any()
-
-
-def test_last_row_of_a_wide_or_tall_block_array_belongs_to_the_last_query():
-    wide, tall = np.array([[1, 0, 1], [0, 1, 1]], bool), np.array([[1, 0], [0, 1], [1, 1]], bool)
-    for array in (wide, tall):
-        rows, cols = array.shape
-        kept = strategies.dense(sf.from_blocks(array, block=16), 16 * rows, 16 * cols)
-        np.testing.assert_array_equal(kept, array.repeat(16, 0).repeat(16, 1))
-    assert not strategies.dense(sf.from_blocks(wide, block=16), 64, 64)[48:].any()  # outside the array
 
 
 def test_mask_function_is_the_token_rule_and_a_known_pattern_beside_it_spares_looking():
@@ -454,23 +407,6 @@ def test_parameters_far_beyond_the_sequence_neither_overflow_nor_take_memory(hug
     pattern = ~sf.shifted(sf.documents([0, 100, huge]), 0, allow_uncovered=True) | sf.local(3)
     np.testing.assert_array_equal(sf.compile_mask(pattern, n).to_dense().numpy(), strategies.dense(pattern, n, n))
     assert sf.compile_mask(sf.shifted("full", huge, allow_uncovered=True), n).kept_pairs().tolist() == [0]
-
-
-@pytest.mark.parametrize(
-    "base, fields",
-    [
-        (sf.Pattern, {"token_rule": lambda self, q, kv: q >= kv and q % 2 == 0}),
-        (sf.Pattern, {"token_rule": lambda self, q, kv: math.log2(abs(q - kv) + 1) < 3}),
-        (sf.RunPattern, {"row_runs": lambda self, q: ((q - (3 if q > 5 else 1))[..., None], q[..., None] + 1)}),
-        (sf.UnitPattern, {"block": 16, "unit_rule": lambda self, i, j: i >= j and j > 0}),
-        (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, distance: 0 <= distance < 3}),
-    ],
-)
-def test_each_rule_that_fails_on_arrays_is_named_with_its_pattern(base, fields):
-    wrong = dataclass(frozen=True)(type("Wrong", (base,), fields))()
-    said = r"(the token rule|row_runs|unit_rule|distance_rule) of .*Wrong\(.*\) failed on arrays of .* \(use NumPy's functions"
-    with pytest.raises((TypeError, ValueError), match=said):
-        sf.compile_mask(sf.causal() & wrong, 300)
 
 
 @dataclass(frozen=True)
