@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from itertools import pairwise
 
@@ -24,6 +25,7 @@ from calls import (
     sizes_for,
     terms_of,
     unless_refused,
+    varlen,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -330,3 +332,30 @@ def test_expanded_tensors_are_as_good_as_whole_ones(entry, backend):
     one_head = k[:, :1].expand_as(k)
     ours, wanted = (replace(call, inputs=(q, keys, *rest)).outcome() for keys in (one_head, one_head.contiguous()))
     torch.testing.assert_close(ours, wanted)
+
+
+@parametrize("k_lens", [None, (20, 0, 9)], ids=["the same documents of keys", "others"])
+@parametrize("entry", ["varlen", "varlen_in_place"])
+def test_documents_are_those_that_their_bounds_say_at_each_call(entry, k_lens):
+    at_first, later = (made(entry, Sizes(lens=lens, k_lens=k_lens, kv_len=40)) for lens in ((20, 0, 9), (3, 30, 7)))
+    call = replace(later, others=tuple(t.clone() for t in at_first.others))
+    for bounds, wanted in ((at_first, at_first), (later, later), (at_first, at_first)):
+        for mine, theirs in zip(call.others, bounds.others, strict=True):
+            mine.copy_(theirs)
+        for _layer in range(2):
+            torch.testing.assert_close(replace(call, inputs=wanted.inputs).outcome(), wanted.outcome())
+
+
+def test_tables_of_documents_live_as_long_as_their_bounds():
+    def tables() -> int:
+        gc.collect()
+        return sum(isinstance(each, sf.BlockMask) for each in gc.get_objects())
+
+    call = varlen(Sizes(lens=(20, 0, 9)))
+    call()
+    bounds, alive = call.others[0].clone(), tables()
+    replace(call, others=(bounds,))()
+    replace(call, others=(bounds,))()
+    assert tables() == alive + 1
+    del bounds
+    assert tables() == alive
