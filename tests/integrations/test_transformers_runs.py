@@ -10,11 +10,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tiny_models import DECODERS, PATTERNS, WORDS, as_oracle, close, decoder_of, encoder_of, takes_static_caches, transformers
 
-transformers = pytest.importorskip("transformers")
-from test_transformers_models import DECODERS, KEPT, OLD, PATTERNS, WORDS, as_oracle, close, decoder_of, encoder_of, keep  # noqa: E402
-
-from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
+from sparse_flash.integrations.transformers import use_sparse_flash
 
 # The model's own mask, two that are equal to it in short prompts, and others.
 MASKS = ["own", "causal", "causal & (sampled(2, keep=1, block=64) | sinks(2))", *PATTERNS.values()]
@@ -43,11 +41,8 @@ def draw_rows(chance) -> torch.Tensor:
 def compare_with(name: str, mask: str):
     """The model under PyTorch's attention, or the oracle where that lacks soft caps, sinks or the pattern."""
     model = decoder(name)
-    KEPT.clear()
-    if mask in PATTERNS.values():
-        keep(mask)
-    if KEPT or name in ("gemma2", "gpt_oss"):
-        as_oracle(model)
+    if mask in PATTERNS.values() or name in ("gemma2", "gpt_oss"):
+        as_oracle(model, pattern=mask if mask in PATTERNS.values() else None)
     else:
         model.set_attn_implementation("sdpa")
     return model
@@ -66,7 +61,7 @@ def test_random_runs_are_those_of_pytorchs_attention(seed, name):
         options = {"attention_mask": exist, "max_new_tokens": chance.randint(1, 12), **PLAIN}
         options["eos_token_id"] = chance.sample(range(3, WORDS), 12)  # rows finish before others
         in_chunks = {"prefill_chunk_size": chance.choice([1, 3, 6, 11, None])}
-        in_chunks["cache_implementation"] = chance.choice([None, "dynamic", "static"][: 2 if name == "llama4_text" and OLD else 3])
+        in_chunks["cache_implementation"] = chance.choice([None, "dynamic", "static"][: 3 if takes_static_caches(name) else 2])
         options["num_beams"] = chance.choice([1, 3]) if in_chunks["prefill_chunk_size"] is None else 1
         print(f"generates {options['max_new_tokens']} tokens by {options['num_beams']} beams, {in_chunks}")
         ours = model.generate(x, **options, **in_chunks)
@@ -74,7 +69,11 @@ def test_random_runs_are_those_of_pytorchs_attention(seed, name):
         assert torch.equal(ours.sequences, theirs.sequences)
         close(torch.stack(ours.logits), torch.stack(theirs.logits))
         return
-    kind, sizes, positions = chance.choice([*CACHES]), [], (exist.cumsum(1) - 1).clamp(min=0)
+    kind, sizes, positions = (
+        chance.choice([*CACHES][: 4 if takes_static_caches(name) else 3]),
+        [],
+        (exist.cumsum(1) - 1).clamp(min=0),
+    )
     while (rest := x.shape[1] - sum(sizes)) > 0:
         sizes.append(rest if kind == "none" else min(chance.choice([1, 2, 5, 8, 13, 30]), rest))
     print(f"in pieces of {sizes} tokens beside a cache: {kind}")
@@ -116,7 +115,7 @@ def test_random_packed_sequences_are_what_each_is_alone(seed, name):
     given = {"position_ids": positions}
     if not side_by_side or chance.random() < 0.3:
         given["attention_mask"] = exist
-    cache = chance.choice(["none", "dynamic", "static"]) if decodes else "none"
+    cache = chance.choice(["none", "dynamic", "static"][: 3 if takes_static_caches(name) else 2]) if decodes else "none"
     if decodes:
         given |= {"past_key_values": CACHES[cache](model.config), "use_cache": cache != "none"}
     # Llama 4 and some encoders pass no position_ids to attention, but Transformers reads them where nothing else is given.
