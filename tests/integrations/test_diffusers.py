@@ -94,9 +94,11 @@ def of(*makes):
 each_model, one_of_each = of(*ONE_OF_EACH, wan_with_timesteps, hunyuan_with_token_replace, ltx_with_timesteps), of(*ONE_OF_EACH)
 
 
-def made(make):
+def made(make, layers=2):
     torch.manual_seed(0)
     model, inputs = make()
+    blocks = "blocks" if hasattr(model, "blocks") else "transformer_blocks"
+    setattr(model, blocks, getattr(model, blocks)[:layers])
     return model.eval(), {"timestep": torch.tensor([500, 500]), **inputs, "return_dict": False}
 
 
@@ -287,7 +289,7 @@ CHOSEN = "layout & sampled(16, budget=0.3, block=64)"
 @pytest.mark.parametrize("make, spec", [(wan, CHOSEN), (hunyuan, WINDOW), (ltx, WINDOW), (cogvideox, WINDOW)])
 def test_one_graph_holds_the_whole_model(make, spec):
     torch._dynamo.reset()
-    model, inputs = made(make)
+    model, inputs = made(make, layers=1)
     want = run(use_sparse_flash(model, spec, TILE), inputs)
     close(run(torch.compile(model, backend="eager", fullgraph=True), inputs), want)
 
@@ -296,7 +298,7 @@ def test_one_graph_holds_the_whole_model(make, spec):
 @pytest.mark.parametrize("make, dense_steps", [(wan, 1), (mochi, 0)], ids=["wan, dense steps", "mochi"])
 def test_what_reads_values_breaks_the_graph(make, dense_steps):
     torch._dynamo.reset()
-    model, inputs = made(make)
+    model, inputs = made(make, layers=1)
     first = {"timestep": torch.tensor([999, 999])}
     own, want = run(model, inputs, **first), run(use_sparse_flash(model, WINDOW, TILE), inputs)
     compiled = torch.compile(model, backend=(counter := CompileCounterWithBackend("eager")))
@@ -416,8 +418,8 @@ def test_switching_and_restoring_empty_the_caches(kind):
             close(got, one)
 
 
-def offloaded_by_group(model, **options):
-    model.enable_group_offload(onload_device=torch.device("cpu"), offload_device=torch.device("cpu"), **options)
+def offloaded(model, kind, **options):
+    model.enable_group_offload(onload_device=torch.device("cpu"), offload_device=torch.device("cpu"), offload_type=kind, **options)
 
 
 def offloaded_by_accelerate(model):
@@ -425,28 +427,23 @@ def offloaded_by_accelerate(model):
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
 
 
-def with_lora(model):
+def with_lora(model, fused=False):
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     torch.manual_seed(1)
     names = ["to_q", "to_k", "to_v", "to_out.0"]
     model.add_adapter(peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=names))
-
-
-def with_fused_lora(model):
-    with_lora(model)
-    model.fuse_lora()
+    if fused:
+        model.fuse_lora()
 
 
 CHANGES = {
-    "groups of blocks": lambda model: offloaded_by_group(model, offload_type="block_level", num_blocks_per_group=1),
-    "groups of leaves": lambda model: offloaded_by_group(model, offload_type="leaf_level"),
+    "groups of blocks": lambda model: offloaded(model, "block_level", num_blocks_per_group=1),
+    "groups of leaves": lambda model: offloaded(model, "leaf_level"),
     "accelerate": offloaded_by_accelerate,
     "bfloat16 weights": lambda model: model.enable_layerwise_casting(torch.bfloat16, torch.float32),
     "lora": with_lora,
-    "fused lora": with_fused_lora,
+    "fused lora": lambda model: with_lora(model, fused=True),
 }
-
-
 CHANGED = [*itertools.product((wan, hunyuan), CHANGES), *itertools.product((ltx, mochi, cogvideox), ["lora", "bfloat16 weights"])]
 
 

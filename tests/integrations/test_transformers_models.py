@@ -227,10 +227,8 @@ def test_models_whose_attention_cannot_be_switched_are_refused_and_stay_as_they_
 
 
 def test_a_causal_layer_that_does_not_call_itself_one_sees_no_future_either():
-    model, x = (
-        made(transformers.CLIPTextModel, transformers.CLIPTextConfig(**SMALL, vocab_size=tiny.WORDS, eos_token_id=2)),
-        words(),
-    )
+    config, x = transformers.CLIPTextConfig(**SMALL, vocab_size=tiny.WORDS, eos_token_id=2), words()
+    model = made(transformers.CLIPTextModel, config)
     with pytest.raises(ValueError, match=r"CLIPAttention must be within causal.*'causal & \(local\(4\)\)'"):
         use_sparse_flash(model, "local(4)")(x)
     use_sparse_flash(model, "local(4)", bidirectional=True)(x)
@@ -281,12 +279,8 @@ class RunningSum(torch.nn.Module):
         return x.cumsum(1)
 
 
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"],
-    **tiny.EXPERTS,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+LINEAR |= tiny.EXPERTS
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4, "factor": 2.0}
 LONGROPE["original_max_position_embeddings"] = 16
 MIX_TOKENS = {

@@ -20,7 +20,7 @@ CACHES = {
     "none": lambda config: None,
     "dynamic": lambda config: transformers.DynamicCache(),
     "sliding": lambda config: transformers.DynamicCache(config=config),
-    "static": lambda config: transformers.StaticCache(config, max_cache_len=64),
+    "static": lambda config: transformers.StaticCache(config, max_cache_len=160),
 }
 PLAIN = {"do_sample": False, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
 RUNS = range(int(os.environ.get("SPARSE_FLASH_RUNS", 4)))
@@ -28,9 +28,14 @@ PACKED_ENCODERS = ["bert", "roberta", "electra", "modernbert", "esm"]
 decoder, encoder = cache(decoder_of), cache(encoder_of)
 
 
+def draw_tokens(chance) -> int:
+    """Few, or more than attention_decode takes and than a block of a table has."""
+    return chance.choice([chance.randint(2, 40), chance.randint(65, 140)])
+
+
 def draw_rows(chance) -> torch.Tensor:
     """Which tokens of a batch exist: one run in each row, which may end before the others do."""
-    side, batch, tokens = chance.choice(["none", "left", "right", "both"]), chance.randint(1, 3), chance.randint(2, 40)
+    side, batch, tokens = chance.choice(["none", "left", "right", "both"]), chance.randint(1, 3), draw_tokens(chance)
     exist = torch.zeros(batch, tokens, dtype=torch.int64)
     for row in exist:
         first = chance.randrange(tokens) if side in ("left", "both") else 0
@@ -75,7 +80,7 @@ def test_random_runs_are_those_of_pytorchs_attention(seed, name):
         (exist.cumsum(1) - 1).clamp(min=0),
     )
     while (rest := x.shape[1] - sum(sizes)) > 0:
-        sizes.append(rest if kind == "none" else min(chance.choice([1, 2, 5, 8, 13, 30]), rest))
+        sizes.append(rest if kind == "none" else min(chance.choice([1, 2, 5, 8, 13, 30, 70]), rest))
     print(f"in pieces of {sizes} tokens beside a cache: {kind}")
     held, ours = CACHES[kind](model.config), []
     for piece, at in zip(x.split(sizes, 1), positions.split(sizes, 1), strict=True):
@@ -89,7 +94,7 @@ def test_random_runs_are_those_of_pytorchs_attention(seed, name):
 def draw_packed(chance, side_by_side: bool) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, slice]], torch.Tensor]:
     """(which tokens exist, their positions, (row, place) of each sequence, where each run starts among all tokens, and the end).
     side_by_side: without padding."""
-    batch, tokens = chance.randint(1, 3), chance.randint(2, 30)
+    batch, tokens = chance.randint(1, 3), draw_tokens(chance)
     exist, positions, places, starts = torch.zeros(batch, tokens, dtype=torch.int64), torch.ones(batch, tokens).long(), [], []
     for row in range(batch):
         bounds = sorted({0, *(chance.randrange(tokens) for _ in range(chance.randint(0, 4))), tokens})

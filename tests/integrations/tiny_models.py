@@ -17,6 +17,7 @@ WORDS, TOKENS, LONGEST = 90, 24, 256
 PATTERNS = {
     "distance": "causal & (local(5) | strided(11, block=1))",
     "place": "causal & (local(3) | sinks(2) | block_diagonal(block=7))",
+    "strides": "causal & (strided(8, block=4) | global_tokens(3))",
 }
 # Pairs of positions that masks of a model under the oracle must keep, in addition to their own rule: see ``as_oracle``.
 KEPT: dict = {}
