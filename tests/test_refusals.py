@@ -760,7 +760,7 @@ TABLES = (
     row("model_call", V, "cu_seq_lens_k must be equal to cu_seq_lens_q", cu_seq_lens_q=ints(0, 300), cu_seq_lens_k=ints(0, 200)),
     row("model_call", V, "cannot be joined with it; pass a", mask=compiled("causal", 150), position_ids=zeros(1, 150).int()),
     row("model", V, "precision must be None or one of 'fp8'; got 'fp4'", precision="fp4"),
-    row("model_call", V, "compiled for q_len=100, kv_len=100;.*pass the pattern itself", mask=compiled("causal", 100)),
+    row("model_call", V, "a layer's BlockMask must fit .* for q_len=100.*pass the pattern itself", mask=compiled("causal", 100)),
     row("model_call", V, "output_attentions", output_attentions=True),
     # diffusers.
     row("video", T, "such as pipe.transformer", model=object()),

@@ -402,6 +402,9 @@ def test_caches_hold_tokens_in_one_order_in_sparse_and_dense_steps(make, kind, o
         getattr(hooks, f"apply_{apply}")(model, CACHES[kind]())
     for got, one in zip(sampled(model, inputs), want):
         close(got, one)
+    use_sparse_flash(model, WINDOW, TILE, dense_steps=range(len(TIMES)))  # all steps are dense
+    for got, one in zip(sampled(model, inputs), want):
+        close(got, one)
 
 
 @pytest.mark.parametrize("kind", CACHES)
