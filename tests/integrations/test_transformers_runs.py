@@ -66,7 +66,8 @@ def test_random_runs_are_those_of_pytorchs_attention(seed, name):
         options = {"attention_mask": exist, "max_new_tokens": chance.randint(1, 12), **PLAIN}
         options["eos_token_id"] = chance.sample(range(3, WORDS), 12)  # rows finish before others
         in_chunks = {"prefill_chunk_size": chance.choice([1, 3, 6, 11, None])}
-        in_chunks["cache_implementation"] = chance.choice([None, "dynamic", "static"][: 3 if takes_static_caches(name) else 2])
+        static = takes_static_caches(name, in_chunks["prefill_chunk_size"] is not None)
+        in_chunks["cache_implementation"] = chance.choice([None, "dynamic", "static"][: 3 if static else 2])
         options["num_beams"] = chance.choice([1, 3]) if in_chunks["prefill_chunk_size"] is None else 1
         print(f"generates {options['max_new_tokens']} tokens by {options['num_beams']} beams, {in_chunks}")
         ours = model.generate(x, **options, **in_chunks)

@@ -131,12 +131,13 @@ def encoder_of(name: str):
 
 
 @cache
-def takes_static_caches(name: str) -> bool:
-    """Whether Transformers itself generates with them: Gemma 4 does not in 5.17, nor Llama 4 before 5.23, with any attention."""
+def takes_static_caches(name: str, in_chunks: bool = False) -> bool:
+    """Whether Transformers itself generates with them. Llama 4 does not before 5.23, and Gemma 4 not in 5.17 for prompts in chunks,
+    with any attention."""
     model, x = as_oracle(decoder_of(name)), words(tokens=13)
     options = {"attention_mask": padded(x, "left"), "max_new_tokens": 7, "do_sample": False}
     try:
-        found = model.generate(x, cache_implementation="static", **options)
+        found = model.generate(x, cache_implementation="static", prefill_chunk_size=3 if in_chunks else None, **options)
     except Exception:
         return False
     return torch.equal(found, model.generate(x, **options))
