@@ -308,7 +308,7 @@ np.maximum(call, travel) + _COST_OF_HIDING * np.minimum(call, travel)  =>  np.ma
 "right": 0 if causal else right}  =>  "right": 0 if causal and right < 0 else right}
 @ 55 integrations/block_sparse_attn | integrations/test_block_sparse_attn | the last blocks of streaming heads round the other way
 stop = row + 1 - (q_len - kv_len) // _BLOCK if causal  =>  stop = row + 1 + (kv_len - q_len) // _BLOCK if causal
-@ 56 integrations/sdpa | integrations/test_sdpa | causal calls with fewer queries than keys are not refused
+@ 56 integrations/sdpa | test_refusals integrations/test_sdpa | causal calls with fewer queries than keys are not refused
 if q_len != kv_len:  =>  if q_len > kv_len:
 @ 57 integrations/diffusers | integrations/test_diffusers | dense steps are sparse where a cache is enabled
 layout if dense or self.keeps_all else self.mask_of(layout)  =>  layout if dense else self.mask_of(layout)

@@ -4,12 +4,9 @@ import ast
 import importlib.util
 import inspect
 import math
-import os
 import re
 import runpy
 import shlex
-import shutil
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -17,12 +14,11 @@ from pathlib import Path
 import pytest
 import serving
 import torch
+from test_contributing import PYTEST, ROOT, follow, run_in
 from typer.testing import CliRunner
 
 import sparse_flash as sf
 from sparse_flash.masks import registry as registry_module
-
-ROOT = Path(__file__).parent.parent
 
 
 def load(name: str):
@@ -52,18 +48,22 @@ def test_a_registered_pattern_equals_dense_attention_under_its_mask(capsys):
     assert "of 2 stored masks" in capsys.readouterr().out
 
 
-def test_packed_documents_equal_separate_calls():
-    assert load("packed_documents").main(lengths=(100, 1, 64, 35)).shape == (1, 4, 200, 64)
+RUNS = {
+    "packed_documents": ({"lengths": (100, 1, 64, 35)}, (1, 4, 200, 64)),
+    "decoding": ({"lengths": (40, 1), "steps": 20, "heads": 2, "kv_heads": 1, "head_dim": 16}, (2, 2, 20, 16)),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_compares_its_result_with_plain_attention(name):
+    sizes, shape = RUNS[name]
+    assert load(name).main(**sizes).shape == shape
 
 
 def test_chosen_blocks_find_what_a_window_of_as_many_blocks_misses(capsys):
     errors = load("topk_selection").main(tokens=1024, heads=2)
     assert errors["top blocks"] < 0.1 < errors["window"]
     assert capsys.readouterr().out.count("visits") == 3
-
-
-def test_decoding_in_pages_equals_attention_over_the_whole_sequences():
-    assert load("decoding").main(lengths=(40, 1), steps=20, heads=2, kv_heads=1, head_dim=16).shape == (2, 2, 20, 16)
 
 
 def test_every_score_term_changes_the_result_and_padding_gives_zero():
@@ -83,47 +83,22 @@ def test_long_context_reports_every_length(capsys):
     assert re.findall(r"│ +([\d,]+) │ \d", capsys.readouterr().out) == ["128", "512", "2,048"]
 
 
-@pytest.mark.usefixtures("own_registry")
-def test_the_pattern_in_contributing_works():
-    code = re.search(r"```python\n(.*?@register_pattern.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S).group(1)
-    module, *_ = ast.parse(code).body
-    assert len([line for line in code.splitlines()[module.end_lineno :] if line.strip()]) <= 20
-    namespace = {"__name__": "sparse_flash.patterns.contributed"}
-    exec(compile(code, "CONTRIBUTING.md", "exec"), namespace)
-    mask = sf.compile_mask("causal & lookback(16)", 64, block_size=16)
-    rows, cols = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
-    expected = (cols <= rows) & ((rows // 16 - cols // 16) <= 1)
-    assert torch.equal(mask.to_dense(), expected)
-
-
-def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
-    """In a copy of the tree: the pattern's file and its name."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    skipped = shutil.ignore_patterns("benchmarks", "__pycache__")
-    shutil.copytree(ROOT / "sparse_flash", tmp_path / "sparse_flash", ignore=skipped)
-    shutil.copytree(ROOT / "patterns", patterns := tmp_path / "sparse_flash" / "patterns", ignore=skipped, dirs_exist_ok=True)
-    (tmp_path / "tests" / "patterns").mkdir(parents=True)
-    tests = ["conftest.py", *(f"tests/{name}.py" for name in ("interpreted", "strategies", "patterns/test_patterns"))]
-    for name in (*tests, "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path / name)
-
-    path, code = re.search(r"`patterns/(\w+\.py)`:\n\n```python\n(.*?)```", text, re.S).groups()
-    (patterns / path).write_text(code)
-    names = patterns / "__init__.py"
+def test_a_pattern_added_by_its_recipe_has_20_lines_and_passes_the_tests_of_patterns(tmp_path):
+    title = "Add a pattern in 20 lines"
+    follow(title, tmp_path)
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition(f"## {title}\n")[2]
+    code = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    docstring, *_ = ast.parse(code).body
+    assert len([line for line in code.splitlines()[docstring.end_lineno :] if line.strip()]) <= 20
     imported, listed = re.search(r"`(from \.\w+ import \w+ as \w+)` and\s+`(\"\w+\")` in `__all__`", text).groups()
+    names = tmp_path / "patterns" / "__init__.py"
     lines = names.read_text().splitlines()
-    add = [(imported, [line for line in lines if line.startswith("from ")])]
-    add.append((f"    {listed},", [line for line in lines if line.startswith('    "')]))
-    for new, old in add:
-        lines.insert(lines.index(min((line for line in old if line > new), default=old[-1])), new)
+    for new, kind in ((imported, "from "), (f"    {listed},", '    "')):  # in alphabetical order
+        lines.insert(lines.index(next(line for line in lines if line.startswith(kind) and line > new)), new)
     names.write_text("\n".join(lines) + "\n")
-
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    chosen = ["-k", re.search(r"-k '(.*?)'", text)[1], "-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-rA"]
-    command = [sys.executable, "-m", "pytest", str(tmp_path / "tests"), "--rootdir", str(tmp_path), *chosen]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert set(re.findall(r"PASSED .*::(\w+)", done.stdout)) >= {
+    chosen = re.search(r"-k '(.*?)'", text)[1]
+    printed = run_in(tmp_path, *PYTEST, "tests/patterns/test_patterns.py", "-k", chosen, "-q", "-rA")
+    assert set(re.findall(r"PASSED .*::(\w+)", printed)) >= {
         "test_token_rule_is_the_formula",
         "test_picture_in_the_docstring_is_the_pattern",
         "test_every_built_in_pattern_is_public_under_a_sorted_name_and_drawn_for_the_tests",
@@ -154,15 +129,11 @@ PAGES = ["docs/index.md", "docs/getting-started.md", *sorted(str(p.relative_to(R
 
 @pytest.fixture(scope="module")
 def first_of_readme():
-    """The names that the first block of code defines."""
+    """The names that the first block of code defines, which runs by itself and says what is kept."""
     names = {"__name__": "readme"}
     exec(compile(README[0], "README.md", "exec"), names)
+    assert names["mask"].density < 0.3 and torch.isfinite(names["out"]).all() and torch.isfinite(names["q"].grad).all()
     return names
-
-
-def test_the_first_code_of_the_readme_runs_by_itself_and_says_what_is_kept(first_of_readme):
-    mask, out = first_of_readme["mask"], first_of_readme["out"]
-    assert mask.density < 0.3 and torch.isfinite(out).all() and torch.isfinite(first_of_readme["q"].grad).all()
 
 
 def test_every_line_of_code_in_a_table_of_the_readme_runs(first_of_readme):

@@ -69,6 +69,23 @@ def switched(mask=None, model=None, **options):
         assert model is not llama() or str(model.config) == before
 
 
+@cache
+def wan():
+    diffusers = pytest.importorskip("diffusers", minversion="0.42")
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "text_dim": 8}
+    return diffusers.WanTransformer3DModel(**sizes, freq_dim=16, ffn_dim=32, num_layers=2)
+
+
+def switched_video(spec, layout="auto", model=None, **options):
+    """A video transformer under a spec; one that is refused stays as it was."""
+    from sparse_flash.integrations.diffusers import restore, use_sparse_flash
+
+    try:
+        restore(use_sparse_flash(model or wan(), spec, layout, **options))
+    finally:
+        assert "sparse_flash" not in str(wan())
+
+
 def called_model(mask="causal & local(20)", **inputs):
     return switched(mask, copy.deepcopy(llama()))(zeros(2, 150, dtype=torch.int64), **{"use_cache": False} | inputs)
 
@@ -143,6 +160,7 @@ CALLS = {
     "bench": (sf.bench, {"masks": "causal", "q_len": 256, "head_dim": 16, "device": "cpu", "quick": True}),
     "model": (switched, {}),
     "model_call": (called_model, {}),
+    "video": (switched_video, {"spec": "layout"}),
 }
 
 
@@ -754,7 +772,24 @@ TABLES = (
     row("model_call", V, r"must be of all 150 tokens so far.*got shape \(2, 149\)", attention_mask=ones(2, 149), use_cache=True),
     row("model_call", V, "cu_seq_lens_k must be equal to cu_seq_lens_q", cu_seq_lens_q=ints(0, 300), cu_seq_lens_k=ints(0, 200)),
     row("model_call", V, "cannot be joined with it; pass a", mask=compiled("causal", 150), position_ids=zeros(1, 150).int()),
+    row("model", V, "precision must be None or one of 'fp8'; got 'fp4'", precision="fp4"),
+    row("model_call", V, "a layer's BlockMask must fit .* for q_len=100.*pass the pattern itself", mask=compiled("causal", 100)),
     row("model_call", V, "output_attentions", output_attentions=True),
+    # diffusers.
+    row("video", T, "such as pipe.transformer", model=object()),
+    row("video", V, "must be one of Wan.*to_tiles", model=torch.nn.Linear(1, 1)),
+    row("video", V, "integrations.transf",
+        model=torch.nn.Sequential(type("LlamaModel", (torch.nn.Module,), {"__module__": "transformers.models"})())),
+    row("video", V, "by itself", model=type("Kandinsky5Transformer3DModel", (torch.nn.Module,), {})()),
+    row("video", V, "where the layout of the video goes", spec="local(64)"),
+    row("video", V, "tile_window", spec="tile_windo(layout, 3)"),
+    row("video", T, "spec must be text or a function", spec=None),
+    row("video", V, "power of two", layout=(3, 3, 3)),
+    row("video", V, "three numbers", layout=(4, 4)),
+    *(row("video", V, "'auto', a tile", layout=layout) for layout in ("raster", VIDEO)),
+    row("video", V, r"0 to 1; got \[2\]", dense_layers=[2]),
+    *(row("video", V, "counted from 0", dense_steps=steps) for steps in ([-1], -1, True)),
+    row("video", V, "precision must be None or one of 'fp8'; got 'fp4'", precision="fp4"),
 )  # fmt: skip
 ROWS = list(chain(*TABLES))
 WITHOUT_TOKENS = {"attention", "attention_choose", "choose", "decode", "topk", "topk_by_query", "layer_call", "flash_attn_call"}

@@ -193,14 +193,11 @@ WIDTH = 3
 def in_closure():
     width = 3
 
-    def rule(q, kv):
-        return abs(q - kv) < width
-
     def rebind(to):
         nonlocal width
         width = to
 
-    return rule, rebind
+    return lambda q, kv: abs(q - kv) < width, rebind
 
 
 def in_global():
@@ -225,23 +222,15 @@ def in_default():
 
 
 def in_one_of_two_lists():
-    a, b = [3], [1, 20, -1, -2]
-    both = [a, b, a, b]
-
-    def rebind(to):
-        both[2] = {3: a, 1: b}.get(to, [to])
-
-    return lambda q, kv: abs(q - kv) < both[2][0], rebind
+    lists = {3: [3], 1: [1, 20, -1, -2]}
+    both = [lists[3], lists[1], lists[3], lists[1]]
+    return lambda q, kv: abs(q - kv) < both[2][0], lambda to: both.__setitem__(2, lists.get(to, [to]))
 
 
 def in_a_function():
-    used = [lambda distance: distance < 3]
-
-    def rebind(to):
-        made = {1: lambda d: d < 1, 20: lambda d: d < 20, -1: lambda d: d < -1, -2: lambda d: d == 7, 3: lambda d: d < 3}
-        used[0] = made[to]
-
-    return lambda q, kv: used[0](abs(q - kv)), rebind
+    functions = {1: lambda d: d < 1, 20: lambda d: d < 20, -1: lambda d: d < -1, -2: lambda d: d == 7, 3: lambda d: d < 3}
+    used = [functions[3]]
+    return lambda q, kv: used[0](abs(q - kv)), lambda to: used.__setitem__(0, functions[to])
 
 
 @pytest.mark.parametrize("made", [in_closure, in_global, in_list, in_attribute, in_default, in_one_of_two_lists, in_a_function])

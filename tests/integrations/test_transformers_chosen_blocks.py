@@ -2,53 +2,30 @@
 
 import pytest
 import torch
+from tiny_models import EXPERTS, close, made
+from tiny_models import SIZES as USUAL
+from tiny_models import words as words_of
 
-pytest.importorskip("transformers")
+import sparse_flash as sf
+from sparse_flash.integrations.transformers import attend, use_sparse_flash
+
 modeling = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl", reason="needs a release with MiniMax-M3")
-from transformers import MiniMaxM3VLTextConfig  # noqa: E402
-
-import sparse_flash as sf  # noqa: E402
-from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
-
-SIZES = {
-    "vocab_size": 90,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rotary_dim": 8,
-    "intermediate_size": 48,
-    "dense_intermediate_size": 48,
-    "shared_intermediate_size": 32,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "max_position_embeddings": 128,
-    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "index_block_size": 16,
-    "index_topk_blocks": 2,
-}
+SIZES = USUAL | EXPERTS | {"rotary_dim": 8, "dense_intermediate_size": 48, "shared_intermediate_size": 32, "num_hidden_layers": 3}
+SIZES |= {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 8}
+SIZES |= {"index_block_size": 16, "index_topk_blocks": 2}
 TOKENS = 75  # the last block is not whole
+
+
+def words() -> torch.Tensor:
+    return words_of(tokens=TOKENS)
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
     torch._dynamo.reset()
-    one = modeling.MiniMaxM3VLForCausalLM(MiniMaxM3VLTextConfig(**SIZES)).eval()
-    for parameter in one.parameters():  # far from their first values, under which attention hardly differs between tokens
-        parameter.data += 0.1 * torch.randn(parameter.shape)
-    one.set_attn_implementation("eager")
-    return one
-
-
-def words() -> torch.Tensor:
-    return torch.randint(1, 90, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    model = made(modeling.MiniMaxM3VLForCausalLM, modeling.MiniMaxM3VLTextConfig(**SIZES))
+    model.set_attn_implementation("eager")
+    return model
 
 
 def logits_and_gradients(model):
@@ -59,11 +36,9 @@ def logits_and_gradients(model):
 
 
 def calls_of(monkeypatch, name):
-    """The selections that go through one of the integration's calls."""
-    from sparse_flash.integrations.transformers import attend as integration
-
-    seen, original = [], getattr(integration, name)
-    monkeypatch.setattr(integration, name, lambda *args, **options: seen.append(args[3]) or original(*args, **options))
+    """The masks that go through one of the integration's calls."""
+    seen, original = [], getattr(attend, name)
+    monkeypatch.setattr(attend, name, lambda *args, **options: seen.append(args[3]) or original(*args, **options))
     return seen
 
 
@@ -71,14 +46,14 @@ def test_chosen_blocks_give_the_logits_and_gradients_of_dense_attention(model, m
     wanted, wanted_gradients = logits_and_gradients(model)
     seen = calls_of(monkeypatch, "attention")
     found, gradients = logits_and_gradients(use_sparse_flash(model))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    close(found, wanted)
     assert gradients.keys() == wanted_gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-3, atol=1e-5)
+        close(gradient, wanted_gradients[name])
     chosen = [mask for mask in seen if isinstance(mask, sf.BlockSelection)]
     assert len(chosen) == 2 and all(s.block_size == 16 and s.density < 0.4 for s in chosen)
-    compiled = torch.compile(model, backend="aot_eager")
-    torch.testing.assert_close(compiled(words(), use_cache=False).logits.detach(), wanted, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        close(torch.compile(model, backend="eager")(words(), use_cache=False).logits, wanted)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])

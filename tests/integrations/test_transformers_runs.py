@@ -10,11 +10,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tiny_models import DECODERS, PATTERNS, WORDS, as_oracle, close, decoder_of, encoder_of, takes_static_caches, transformers
 
-transformers = pytest.importorskip("transformers")
-from test_transformers_models import DECODERS, KEPT, OLD, PATTERNS, WORDS, as_oracle, close, decoder_of, encoder_of, keep  # noqa: E402
-
-from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
+from sparse_flash.integrations.transformers import use_sparse_flash
 
 # The model's own mask, two that are equal to it in short prompts, and others.
 MASKS = ["own", "causal", "causal & (sampled(2, keep=1, block=64) | sinks(2))", *PATTERNS.values()]
@@ -22,7 +20,7 @@ CACHES = {
     "none": lambda config: None,
     "dynamic": lambda config: transformers.DynamicCache(),
     "sliding": lambda config: transformers.DynamicCache(config=config),
-    "static": lambda config: transformers.StaticCache(config, max_cache_len=64),
+    "static": lambda config: transformers.StaticCache(config, max_cache_len=160),
 }
 PLAIN = {"do_sample": False, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
 RUNS = range(int(os.environ.get("SPARSE_FLASH_RUNS", 4)))
@@ -30,9 +28,14 @@ PACKED_ENCODERS = ["bert", "roberta", "electra", "modernbert", "esm"]
 decoder, encoder = cache(decoder_of), cache(encoder_of)
 
 
+def draw_tokens(chance) -> int:
+    """Few, or more than attention_decode takes and than a block of a table has."""
+    return chance.choice([chance.randint(2, 40), chance.randint(65, 140)])
+
+
 def draw_rows(chance) -> torch.Tensor:
     """Which tokens of a batch exist: one run in each row, which may end before the others do."""
-    side, batch, tokens = chance.choice(["none", "left", "right", "both"]), chance.randint(1, 3), chance.randint(2, 40)
+    side, batch, tokens = chance.choice(["none", "left", "right", "both"]), chance.randint(1, 3), draw_tokens(chance)
     exist = torch.zeros(batch, tokens, dtype=torch.int64)
     for row in exist:
         first = chance.randrange(tokens) if side in ("left", "both") else 0
@@ -43,11 +46,8 @@ def draw_rows(chance) -> torch.Tensor:
 def compare_with(name: str, mask: str):
     """The model under PyTorch's attention, or the oracle where that lacks soft caps, sinks or the pattern."""
     model = decoder(name)
-    KEPT.clear()
-    if mask in PATTERNS.values():
-        keep(mask)
-    if KEPT or name in ("gemma2", "gpt_oss"):
-        as_oracle(model)
+    if mask in PATTERNS.values() or name in ("gemma2", "gpt_oss"):
+        as_oracle(model, pattern=mask if mask in PATTERNS.values() else None)
     else:
         model.set_attn_implementation("sdpa")
     return model
@@ -66,7 +66,8 @@ def test_random_runs_are_those_of_pytorchs_attention(seed, name):
         options = {"attention_mask": exist, "max_new_tokens": chance.randint(1, 12), **PLAIN}
         options["eos_token_id"] = chance.sample(range(3, WORDS), 12)  # rows finish before others
         in_chunks = {"prefill_chunk_size": chance.choice([1, 3, 6, 11, None])}
-        in_chunks["cache_implementation"] = chance.choice([None, "dynamic", "static"][: 2 if name == "llama4_text" and OLD else 3])
+        static = takes_static_caches(name, in_chunks["prefill_chunk_size"] is not None)
+        in_chunks["cache_implementation"] = chance.choice([None, "dynamic", "static"][: 3 if static else 2])
         options["num_beams"] = chance.choice([1, 3]) if in_chunks["prefill_chunk_size"] is None else 1
         print(f"generates {options['max_new_tokens']} tokens by {options['num_beams']} beams, {in_chunks}")
         ours = model.generate(x, **options, **in_chunks)
@@ -74,9 +75,13 @@ def test_random_runs_are_those_of_pytorchs_attention(seed, name):
         assert torch.equal(ours.sequences, theirs.sequences)
         close(torch.stack(ours.logits), torch.stack(theirs.logits))
         return
-    kind, sizes, positions = chance.choice([*CACHES]), [], (exist.cumsum(1) - 1).clamp(min=0)
+    kind, sizes, positions = (
+        chance.choice([*CACHES][: 4 if takes_static_caches(name) else 3]),
+        [],
+        (exist.cumsum(1) - 1).clamp(min=0),
+    )
     while (rest := x.shape[1] - sum(sizes)) > 0:
-        sizes.append(rest if kind == "none" else min(chance.choice([1, 2, 5, 8, 13, 30]), rest))
+        sizes.append(rest if kind == "none" else min(chance.choice([1, 2, 5, 8, 13, 30, 70]), rest))
     print(f"in pieces of {sizes} tokens beside a cache: {kind}")
     held, ours = CACHES[kind](model.config), []
     for piece, at in zip(x.split(sizes, 1), positions.split(sizes, 1), strict=True):
@@ -90,7 +95,7 @@ def test_random_runs_are_those_of_pytorchs_attention(seed, name):
 def draw_packed(chance, side_by_side: bool) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, slice]], torch.Tensor]:
     """(which tokens exist, their positions, (row, place) of each sequence, where each run starts among all tokens, and the end).
     side_by_side: without padding."""
-    batch, tokens = chance.randint(1, 3), chance.randint(2, 30)
+    batch, tokens = chance.randint(1, 3), draw_tokens(chance)
     exist, positions, places, starts = torch.zeros(batch, tokens, dtype=torch.int64), torch.ones(batch, tokens).long(), [], []
     for row in range(batch):
         bounds = sorted({0, *(chance.randrange(tokens) for _ in range(chance.randint(0, 4))), tokens})
@@ -116,7 +121,7 @@ def test_random_packed_sequences_are_what_each_is_alone(seed, name):
     given = {"position_ids": positions}
     if not side_by_side or chance.random() < 0.3:
         given["attention_mask"] = exist
-    cache = chance.choice(["none", "dynamic", "static"]) if decodes else "none"
+    cache = chance.choice(["none", "dynamic", "static"][: 3 if takes_static_caches(name) else 2]) if decodes else "none"
     if decodes:
         given |= {"past_key_values": CACHES[cache](model.config), "use_cache": cache != "none"}
     # Llama 4 and some encoders pass no position_ids to attention, but Transformers reads them where nothing else is given.

@@ -323,7 +323,8 @@ def _cut_cache(call: LayerCall) -> tuple[LayerCall, torch.Tensor | None]:
 def _roll_tokens(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """Rolls (batch, heads, tokens, head_dim): token ``by[b]`` of entry b comes first, and the tokens before it come last."""
     tokens = tensor.shape[2]
-    return tensor.take_along_dim(((torch.arange(tokens, device=tensor.device) + by[:, None]) % tokens)[:, None, :, None], 2)
+    token = (torch.arange(tokens, device=tensor.device) + by[:, None]) % tokens
+    return tensor.gather(2, token[:, None, :, None].expand_as(tensor))  # take_along_dim fixes the length of a graph to one number
 
 
 def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: bool) -> torch.Tensor:
