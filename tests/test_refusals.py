@@ -5,6 +5,7 @@ A new call is one line of ``CALLS``, with plain arguments by name. Everything li
 
 import copy
 import re
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 
@@ -56,6 +57,16 @@ def llama():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 11}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+
+
+@dataclass(frozen=True, eq=False)
+class Scored(sf.Chooser):
+    """A user's own chooser, of scores that it has."""
+
+    scored: object
+
+    def scores(self, q, k, grid):
+        return self.scored
 
 
 def switched(mask=None, model=None, **options):
@@ -492,6 +503,11 @@ TABLES = (
     row("choose", V, "scores must be on cpu, as q is; got meta", spec="scored(keep=1)", scores=SCORES.to("meta")),
     row("choose", V, "of shape", spec="per_head([scored(keep=1), scored(keep=2), full, full])", scores=SCORES[:, :1]),
     row("choose", V, r"choosers are joined by \|", spec="pooled(keep=1) & sampled(8, keep=1)"),
+    *(row("attention", V, said, **dict.fromkeys("qkv", q), mask=mask) for q in (Q[:0], Q[:, :0], Q[:, :, :0]) for mask, said in (
+        ("causal | pooled(keep=1)", "causal must stand before"), ("pooled(keep=1) & scored(keep=1)", r"joined by \|"))),
+    *(row("choose", V, rf"(?s)the scores of .*Scored\(.*{said}", spec=Scored(scores, keep=1)) for scores, said in (
+        (zeros(2, 2), r"must be a floating-point tensor of shape \(2, 4, 1, 1\)"), (None, "got NoneType"),
+        (SCORES.long(), r"got torch.int64 of \(2, 4, 1, 1\)"), (SCORES.to("meta"), "must be on .*; got meta"))),
     *(row("choose", V, f"per_head must have an expression for each of q's 4 heads, or one for all; got {n}",
           spec=sf.per_head([one, *["causal & pooled(keep=1)"] * (n - 1)])) for n in (2, 3, 5) for one in ("causal", CHOOSER)),
     row("choose", V, "under share_group=True, the 2 query heads that share keys must have one chooser",
@@ -767,7 +783,8 @@ def test_plain_calls_run(name):
 @parametrize(ROWS)
 def test_bad_input_is_one_clear_error_and_changes_nothing(call, change, error, message):
     if call == "attention":
-        sf.attention(**CALLS[call][1])  # what is remembered of this call spares others no check
+        for deterministic in (None, True, False):  # what is remembered of these calls spares others no check
+            sf.attention(**CALLS[call][1], deterministic=deterministic)
     call, plain = CALLS[call] if isinstance(call, str) else (call, {})
     arguments = plain | change
     versions = [t._version for t in arguments.values() if type(t) is torch.Tensor]

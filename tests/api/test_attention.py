@@ -104,15 +104,6 @@ def test_where_no_back_end_can_run_the_error_gives_every_reason(monkeypatch):
         sf.attention(q, k, v)
 
 
-@parametrize("known", [1, "yes", 0])
-def test_no_call_before_lets_another_kind_of_deterministic_pass(known):
-    tensors = inputs()
-    for settled in (True, False):
-        sf.attention(*tensors, deterministic=settled)
-        with pytest.raises(TypeError, match="deterministic must be"):
-            sf.attention(*tensors, deterministic=known)
-
-
 @parametrize("kv_heads", [8, 2])
 @parametrize("mask", [None, "causal", sf.local(5)], ids=str)
 def test_tokens_before_heads_are_warned_of_at_the_line_of_the_call(mask, kv_heads):
