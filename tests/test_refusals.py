@@ -69,6 +69,9 @@ class Scored(sf.Chooser):
         return self.scored
 
 
+SCORED = Scored(None, keep=1)
+
+
 def switched(mask=None, model=None, **options):
     """A model under a mask; one that is refused stays as it was."""
     model, before = model or llama(), str(llama().config)
@@ -519,6 +522,11 @@ TABLES = (
     row("choose", V, "k and v must agree", v=Q, report=True),
     row("choose", T, "v must be a tensor", v=[1.0], report=True),
     row("choose", V, "q must have a sequence to report on; got a batch of 0", q=Q[:0], k=K[:0], report=True),
+    *(row(sf.register_chooser("other"), T, r"@register_chooser\('other'\) must decorate a subclass of sparse_flash.Chooser; got",
+          cls=cls) for cls in (sf.causal, SCORED, len, 3, None)),
+    row(sf.register_chooser("other"), T, r"Scored must be a frozen dataclass; put .* under @register_chooser$",
+        cls=type("Scored", (Scored,), {})),
+    row(sf.register_chooser, V, "name must be an identifier", name=Scored),  # without a name the class would become a function
     *choosers_without_queries(CHOOSER),
     *choosers_without_queries(sf.parse(CHOOSER)),
     # Maps and lists of blocks, dense masks, masks of heads.

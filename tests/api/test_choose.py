@@ -24,6 +24,7 @@ from sparse_flash.choosers import choose
 from sparse_flash.choosers.built_in import Sampled
 from sparse_flash.dispatch import operators
 from sparse_flash.masks.chooser import RULES, choices_of, chooser_block_size, is_causal
+from sparse_flash.masks.grid import BlockGrid
 
 parametrize = pytest.mark.parametrize
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
@@ -381,21 +382,22 @@ def test_heads_of_a_group_choose_together_where_other_heads_have_other_expressio
 
 @dataclass(frozen=True)
 class Nearest(sf.Chooser):
-    """Scores fall with the distance."""
+    """Scores fall with the distance from the block that has the head's number. They are not contiguous, and not in float32."""
 
     def scores(self, q, k, grid):
-        row = torch.arange(grid.q_blocks, device=q.device)[:, None]
-        distance = (row - torch.arange(grid.kv_blocks, device=q.device)).abs().to(q.dtype)
-        return -distance.expand(*q.shape[:2], -1, -1)
+        assert q.shape[2:] == (grid.q_len, q.shape[3]) and k.shape[2] == grid.kv_len
+        distance = torch.arange(grid.kv_blocks, device=q.device)[:, None] - torch.arange(q.shape[1], device=q.device)
+        return -distance.abs().double().T[None, :, None].expand(len(q), -1, grid.q_blocks, -1)
 
 
-def test_a_users_own_chooser_goes_wherever_expressions_go():
+@parametrize("share_group", [False, True])
+def test_a_users_own_chooser_goes_wherever_expressions_go(share_group):
     q, k, v = inputs(64 * 6, 64 * 6)
-    spec = sf.causal() & (Nearest(keep=3, block=64) | sf.sinks(2))
-    kept = sf.choose_blocks(spec, q, k).kept_blocks()
-    block = torch.arange(6, device=DEVICE)
-    distance = block[:, None] - block
-    assert torch.equal(kept, ((distance >= 0) & ((distance < 2) | (block == 0))).expand_as(kept))  # a sink counts first
+    spec = sf.causal() & (Nearest(keep=3, block=64, share_group=share_group) | sf.sinks(2))
+    scores = Nearest(keep=3).scores(q, k, BlockGrid(64 * 6, 64 * 6, 64)).cpu().unflatten(1, (2, 2))
+    scores = scores.amax(2) if share_group else scores.flatten(1, 2)
+    kept = chosen.kept_pairs([("keep", 3, scores.numpy())], sf.causal(), sf.sinks(2), 64, (2, 4, 64 * 6, 64 * 6))
+    np.testing.assert_array_equal(dense(sf.choose_blocks(spec, q, k), q), kept)
     assert torch.equal(sf.attention(q, k, v, spec), sf.attention(q, k, v, sf.choose_blocks(spec, q, k)))
     assert copy.deepcopy(spec) == spec
     refusal = "takes choosers that have spec text" if torch.__version__ >= "2.13" else "does not trace Pattern objects"

@@ -248,27 +248,3 @@ def test_a_chooser_without_a_name_works_and_has_no_text():
         nameless.to_spec()
     with pytest.raises(ValueError, match="Nameless must have one rule"):
         Nameless()
-
-
-def test_what_is_no_chooser_is_not_registered_as_one(registry):
-    before = dict(registry)
-
-    @dataclass(frozen=True)
-    class OnlyPattern(sf.Pattern):
-        pass
-
-    @dataclass(frozen=True)
-    class Mine(sf.Chooser):
-        pass
-
-    class Thawed(Mine):
-        pass
-
-    with pytest.raises(ValueError, match="name must be an identifier"):
-        sf.register_chooser(Mine)  # without a name the class would become a function
-    for wrong in (OnlyPattern, Mine(keep=1), len, int, None):
-        with pytest.raises(TypeError, match=r"@register_chooser\('other'\) must decorate a subclass of sparse_flash.Chooser; got"):
-            sf.register_chooser("other")(wrong)
-    with pytest.raises(TypeError, match=r"Thawed must be a frozen dataclass; put .* under @register_chooser$"):
-        sf.register_chooser("other")(Thawed)
-    assert registry == before
