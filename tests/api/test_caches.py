@@ -24,7 +24,8 @@ def calls(dtype=torch.float32) -> list[torch.Tensor]:
     documents = torch.tensor([0, 70, 150], dtype=torch.int32, device=DEVICE)
     packed = sf.attention_varlen(*[q[0].transpose(0, 1)] * 3, documents, mask="causal & strided(2, block=16)")
     topk = sf.attention(q, q, q, sf.topk_blocks(q, q, 2, block_size=16), backend="torch")
-    return [sf.attention(q, q, q, "causal & local(20)"), sf.attention(q, q, q), decoded, packed, topk]
+    chosen = sf.attention(q, q, q, "causal & pooled(keep=1)")
+    return [chosen, sf.attention(q, q, q, "causal & local(20)"), sf.attention(q, q, q), decoded, packed, topk]
 
 
 def test_clearing_empties_every_memory_of_calls():

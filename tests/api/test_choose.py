@@ -382,11 +382,11 @@ def test_heads_of_a_group_choose_together_where_other_heads_have_other_expressio
 
 @dataclass(frozen=True)
 class Nearest(sf.Chooser):
-    """Scores fall with the distance from the block that has the head's number. They are not contiguous, and not in float32."""
+    """Scores fall with the distance from a block of each head. They are not contiguous, and not in float32."""
 
     def scores(self, q, k, grid):
         assert q.shape[2:] == (grid.q_len, q.shape[3]) and k.shape[2] == grid.kv_len
-        distance = torch.arange(grid.kv_blocks, device=q.device)[:, None] - torch.arange(q.shape[1], device=q.device)
+        distance = torch.arange(grid.kv_blocks, device=q.device)[:, None] - 3 * torch.arange(q.shape[1], device=q.device)
         return -distance.abs().double().T[None, :, None].expand(len(q), -1, grid.q_blocks, -1)
 
 
