@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from accepted import DEVICE, fitted
 from hypothesis import currently_in_test_context, reject
-from oracle import SEED, Call, dense_attention, existing, kept_pairs, tensor
+from oracle import SEED, Call, dense_attention, existing, kept_pairs, no_host_synchronization, tensor
 from oracle import assert_right as assert_right
 from picked import drawn_picks, kept_by_picks
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,9 +74,35 @@ def is_interpreted(backend: str) -> bool:
     return backend == "triton" and DEVICE == "cpu"
 
 
+def replayed(step: Callable[[], list], change: Callable[[], object]):
+    """The results of a step in a CUDA graph that is captured before a change and replayed after it. Outside of a graph, the step
+    must not wait for the GPU."""
+    step()
+    with no_host_synchronization():
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    change()
+    for _ in range(3):  # a replay leaves counters as it found them
+        graph.replay()
+    return captured
+
+
 def name_of(row: dict) -> str:
     """The id of a test of some changed sizes."""
     return ", ".join(f"{name} {value}" for name, value in row.items()).replace("[", "(").replace("]", ")")
+
+
+@dataclass(frozen=True)
+class Counted(sf.Pattern):
+    """A user's own window, which counts the evaluations of its rule."""
+
+    evaluations: ClassVar[list] = []
+
+    def token_rule(self, q, kv):
+        self.evaluations.append(kv)
+        return (abs(q - kv) < 64) & ((q + kv) % 3 > 0)
 
 
 @contextmanager
@@ -298,7 +325,13 @@ def varlen(sizes: Sizes) -> Call:
             kept[start:stop, first:last] = kept_by(sizes.spec, stop - start, last - first)
     inputs = normal(replace(sizes, batch=1, kv_len=kv_len))
     others = tuple(t.to(DEVICE) for t in bounds)
-    return Call(tuple(inputs), run, lambda *t: dense_attention(*t, kept, sizes.scale), others)
+    # What blocks without a document hold is never read.
+    past = [
+        (torch.arange(t.shape[2], device=DEVICE) >= -(-int(ends[-1]) // 128) * 128)[:, None]
+        for t, ends in zip(inputs, (bounds[0], bounds[-1], bounds[-1]), strict=True)
+    ]
+    hidden = tuple(past) if any(t.any() for t in past) else ()
+    return Call(tuple(inputs), run, lambda *t: dense_attention(*t, kept, sizes.scale), others, hidden=hidden)
 
 
 def varlen_in_place(sizes: Sizes) -> Call:
@@ -315,7 +348,7 @@ def in_pages(t: torch.Tensor, size: int, unused: float | bool = 0) -> tuple[torc
     order = torch.randperm(count + 3, generator=torch.Generator().manual_seed(1))[:count].to(t.device)
     stored = t.new_full((count + 3, size, heads, dim), unused).transpose(1, 2)  # as other libraries keep them
     stored[order] = t.unflatten(2, (tokens // size, size)).transpose(1, 2).flatten(0, 1)
-    return stored, order.view(batch, -1).int()
+    return stored, order.view(batch, tokens // size).int()
 
 
 def decode(sizes: Sizes, mask: sf.BlockMask | None = None) -> Call:

@@ -53,6 +53,14 @@ def drawn(names=BUILT_IN, **options):
     return st.one_of(*(of_name(name, **options) for name in names))
 
 
+def joined(within, some, always):
+    """``within & (some | always)``; within, always: None for none."""
+    spec = some[0]
+    for one in (*some[1:], *([] if always is None else [always])):
+        spec = spec | one
+    return spec if within is None else within & spec
+
+
 def says_causal(pattern, everywhere=False) -> bool:
     """Whether an expression has the word, outside of ``~``. everywhere: as an operand of its outermost &, so that it limits all."""
     if isinstance(pattern, And) or (isinstance(pattern, Or) and not everywhere):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import ENTRIES, Call, Sizes, assert_right
-from oracle import DEVICE, LAYOUTS, no_host_synchronization
+from calls import ENTRIES, Call, Sizes, assert_right, replayed
+from oracle import DEVICE, LAYOUTS
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +33,7 @@ LACKS = (
     ),
     ("no-kv_len", "choose decode_in_pages", "there is nothing to choose or no page"),
     ("no-q_len no-kv_len", "pytorch_call", "causal calls of unequal lengths are refused"),
-    ("no-batch", "blocks block_sparse_call decode_in_pages model", "a batch has one entry at least"),
+    ("no-batch", "blocks block_sparse_call model", "a batch has one entry at least"),
     ("vmap", "decode_selection", "on a CPU it is made of PyTorch's operations, which vmap takes"),
     ("no-q_len", "model", "Transformers reads the last position"),
     ("graph", "model", "Transformers and the layer look for packed sequences in position_ids, on the host"),
@@ -137,26 +137,27 @@ def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(entry, layout):
 
 @every_entry
 @needs_gpu
-def test_a_graph_replays_with_other_numbers_and_no_call_waits_for_the_gpu(entry):
-    call = make(entry, "graph")
+def test_a_graph_replays_with_other_numbers_and_lengths_and_no_call_waits_for_the_gpu(entry):
+    of_many = {"q_len": 1024, "kv_len": 1024}  # keys that several programs share
+    lens = (700, 9) if "decode" in entry else (300, 5, 0, 700)
+    call, other = (make(entry, "graph", **of_many, **changed) for changed in ({}, {"seed": 12, "lens": lens}))
+
+    def change():
+        for mine, new in zip((*call.inputs, *call.others), (*other.inputs, *other.others), strict=True):
+            mine.copy_(new)
+
     with torch.no_grad():
-        call()
-        with no_host_synchronization():
-            call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = call()
-        for t in call.inputs:
-            t.mul_(0.5)
-        graph.replay()
-        assert_same(results, call())
+        assert_same(replayed(call, change), call())
 
 
 @every_entry
 def test_autocast_casts_as_for_pytorchs_attention(entry):
     call = make(entry, "autocast", dtype=torch.float32)
+    mixed = tuple(t.bfloat16() if number == 1 else t for number, t in enumerate(call.inputs))
     with torch.autocast(DEVICE, torch.bfloat16):
         ours = call()[0]
+        if entry != "block_sparse_call":  # which refuses unlike dtypes
+            assert_same(replace(call, inputs=mixed)()[:1], [ours])
         assert all(t.dtype == of.dtype for t, of in zip(call.outcome()[-len(call.inputs) :], call.inputs, strict=True))
     assert ours.dtype == torch.bfloat16
     torch.testing.assert_close(ours.float(), call()[0], rtol=0.1, atol=0.1)

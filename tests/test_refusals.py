@@ -5,6 +5,7 @@ A new call is one line of ``CALLS``, with plain arguments by name. Everything li
 
 import copy
 import re
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 
@@ -56,6 +57,19 @@ def llama():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 11}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+
+
+@dataclass(frozen=True, eq=False)
+class Scored(sf.Chooser):
+    """A user's own chooser, of scores that it has."""
+
+    scored: object
+
+    def scores(self, q, k, grid):
+        return self.scored
+
+
+SCORED = Scored(None, keep=1)
 
 
 def switched(mask=None, model=None, **options):
@@ -510,6 +524,11 @@ TABLES = (
     row("choose", V, "scores must be on cpu, as q is; got meta", spec="scored(keep=1)", scores=SCORES.to("meta")),
     row("choose", V, "of shape", spec="per_head([scored(keep=1), scored(keep=2), full, full])", scores=SCORES[:, :1]),
     row("choose", V, r"choosers are joined by \|", spec="pooled(keep=1) & sampled(8, keep=1)"),
+    *(row("attention", V, said, **dict.fromkeys("qkv", q), mask=mask) for q in (Q[:0], Q[:, :0], Q[:, :, :0]) for mask, said in (
+        ("causal | pooled(keep=1)", "causal must stand before"), ("pooled(keep=1) & scored(keep=1)", r"joined by \|"))),
+    *(row("choose", V, rf"(?s)the scores of .*Scored\(.*{said}", spec=Scored(scores, keep=1)) for scores, said in (
+        (zeros(2, 2), r"must be a floating-point tensor of shape \(2, 4, 1, 1\)"), (None, "got NoneType"),
+        (SCORES.long(), r"got torch.int64 of \(2, 4, 1, 1\)"), (SCORES.to("meta"), "must be on .*; got meta"))),
     *(row("choose", V, f"per_head must have an expression for each of q's 4 heads, or one for all; got {n}",
           spec=sf.per_head([one, *["causal & pooled(keep=1)"] * (n - 1)])) for n in (2, 3, 5) for one in ("causal", CHOOSER)),
     row("choose", V, "under share_group=True, the 2 query heads that share keys must have one chooser",
@@ -521,6 +540,11 @@ TABLES = (
     row("choose", V, "k and v must agree", v=Q, report=True),
     row("choose", T, "v must be a tensor", v=[1.0], report=True),
     row("choose", V, "q must have a sequence to report on; got a batch of 0", q=Q[:0], k=K[:0], report=True),
+    *(row(sf.register_chooser("other"), T, r"@register_chooser\('other'\) must decorate a subclass of sparse_flash.Chooser; got",
+          cls=cls) for cls in (sf.causal, SCORED, len, 3, None)),
+    row(sf.register_chooser("other"), T, r"Scored must be a frozen dataclass; put .* under @register_chooser$",
+        cls=type("Scored", (Scored,), {})),
+    row(sf.register_chooser, V, "name must be an identifier", name=Scored),  # without a name the class would become a function
     *choosers_without_queries(CHOOSER),
     *choosers_without_queries(sf.parse(CHOOSER)),
     # Maps and lists of blocks, dense masks, masks of heads.
@@ -810,7 +834,8 @@ def test_plain_calls_run(name):
 @parametrize(ROWS)
 def test_bad_input_is_one_clear_error_and_changes_nothing(call, change, error, message):
     if call == "attention":
-        sf.attention(**CALLS[call][1])  # what is remembered of this call spares others no check
+        for deterministic in (None, True, False):  # what is remembered of these calls spares others no check
+            sf.attention(**CALLS[call][1], deterministic=deterministic)
     call, plain = CALLS[call] if isinstance(call, str) else (call, {})
     arguments = plain | change
     versions = [t._version for t in arguments.values() if type(t) is torch.Tensor]

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from unittest import mock
 
 import chosen
@@ -23,6 +24,7 @@ from sparse_flash.choosers import choose
 from sparse_flash.choosers.built_in import Sampled
 from sparse_flash.dispatch import operators
 from sparse_flash.masks.chooser import RULES, choices_of, chooser_block_size, is_causal
+from sparse_flash.masks.grid import BlockGrid
 
 parametrize = pytest.mark.parametrize
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
@@ -86,14 +88,6 @@ def random_scores(q, k, size, seed):
     return torch.from_numpy(generator.choice(values, shape)).to(DEVICE)
 
 
-def joined(within, some, always):
-    """``within & (some | always)``."""
-    spec = some[0]
-    for one in (*some[1:], *([] if always is None else [always])):
-        spec = spec | one
-    return spec if within is None else within & spec
-
-
 @settings(max_examples=50)
 @given(
     chooser=chosen.drawn(chosen.SCORING, rule=clear),
@@ -115,7 +109,7 @@ def test_what_is_kept_is_what_the_words_say(chooser, other, within, always, leng
     assume(chosen.fit(within, always))
     some = [chooser] if other is None else [chooser, replace(other, block=chooser.block)]
     assume(all(one.budget is None for one in some) or lengths[1] > chooser.block_size)  # of one block, all scores are 1
-    spec = joined(within, some, always)
+    spec = chosen.joined(within, some, always)
     q, k = chosen.tensors(*lengths, batch=2, heads=heads[0], kv_heads=heads[1], dtype=torch.float64, seed=seed)
     if tokens_first:
         q, k = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k))
@@ -139,7 +133,7 @@ def test_what_is_kept_is_what_the_words_say(chooser, other, within, always, leng
 )
 def test_given_scores_are_taken_and_none_nan_or_minus_infinity_is_kept(some, within, always, lengths, heads, by_kernels, seed):
     assume(chosen.fit(within, always))
-    spec = joined(within, some, always)
+    spec = chosen.joined(within, some, always)
     if by_kernels:  # which the interpreter takes long for
         lengths = lengths[0] % 130 + 1, lengths[1] % 130 + 1
     q, k = chosen.tensors(*lengths, batch=2, heads=heads[0], kv_heads=heads[1], seed=seed)
@@ -193,17 +187,6 @@ def test_training_gives_no_warning_under_causal_and_where_queries_see_later_keys
         sf.attention(q, k, v, "window(70, 0) & pooled(keep=1)")
 
 
-@parametrize("compiles", [False, True])
-@parametrize(
-    "spec, message", [("causal | pooled(keep=1)", "causal must stand before"), ("pooled(keep=1) & scored(keep=1)", "joined by")]
-)
-def test_an_expression_that_cannot_be_is_an_error_without_data_too(spec, message, compiles):
-    call = torch.compile(sf.attention, backend="eager", fullgraph=True) if compiles else sf.attention
-    for shape in ((0, 4, 9, 16), (2, 0, 9, 16), (2, 4, 0, 16)):
-        with pytest.raises(Exception, match=message):
-            call(*[torch.zeros(shape, device=DEVICE)] * 3, spec)
-
-
 # Compiled code and programs.
 
 
@@ -228,27 +211,21 @@ class Model(torch.nn.Module):
         return sf.attention(q, k, v, self.mask if isinstance(self.mask, str) else self.mask(q, k))
 
 
-MADE_WITHIN = {
-    "topk_blocks": lambda q, k: sf.topk_blocks(q, k, keep=1),
-    "choose_blocks": lambda q, k: sf.choose_blocks(SPEC, q, k),
-}
 TOKENS = {name: {2: torch.export.Dim("tokens", min=2, max=4096)} for name in "qkv"}
 
 
-@parametrize("spec, strict", [(SPEC, True), (SHARED, False)])
-def test_exported_programs_choose_from_inputs_of_other_lengths(spec, strict):
-    program = torch.export.export(Model(spec), inputs(), dynamic_shapes=TOKENS, strict=strict)
-    for tokens in (200, 70, 333):
+@parametrize(
+    "mask, strict",
+    [(SPEC, True), (SHARED, False), (partial(sf.topk_blocks, keep=1), False), (partial(sf.choose_blocks, SPEC), False)],
+    ids=["sampled", "shared", "topk_blocks", "choose_blocks"],
+)
+def test_exported_programs_choose_from_other_inputs_and_under_expressions_at_other_lengths(mask, strict):
+    model = Model(mask)
+    lengths, shapes = ((200, 70, 333), TOKENS) if isinstance(mask, str) else ((200,), None)
+    program = torch.export.export(model, inputs(), dynamic_shapes=shapes, strict=strict)
+    for tokens in lengths:
         tensors = inputs(tokens, tokens, seed=tokens)
-        torch.testing.assert_close(program.module()(*tensors), Model(spec)(*tensors))
-
-
-@parametrize("name", MADE_WITHIN)
-def test_a_mask_made_in_an_exported_program_is_of_one_length(name):
-    model, other = Model(MADE_WITHIN[name]), inputs(seed=1)
-    torch.testing.assert_close(torch.export.export(model, inputs(), strict=False).module()(*other), model(*other))
-    with pytest.raises(Exception, match="your code specialized it to be a constant"):
-        torch.export.export(model, inputs(), dynamic_shapes=TOKENS)
+        torch.testing.assert_close(program.module()(*tensors), model(*tensors))
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
@@ -405,42 +382,24 @@ def test_heads_of_a_group_choose_together_where_other_heads_have_other_expressio
 
 @dataclass(frozen=True)
 class Nearest(sf.Chooser):
-    """Scores fall with the distance."""
+    """Scores fall with the distance from a block of each head. They are not contiguous, and not in float32."""
 
     def scores(self, q, k, grid):
-        row = torch.arange(grid.q_blocks, device=q.device)[:, None]
-        distance = (row - torch.arange(grid.kv_blocks, device=q.device)).abs().to(q.dtype)
-        return -distance.expand(*q.shape[:2], -1, -1)
+        assert q.shape[2:] == (grid.q_len, q.shape[3]) and k.shape[2] == grid.kv_len
+        distance = torch.arange(grid.kv_blocks, device=q.device)[:, None] - 3 * torch.arange(q.shape[1], device=q.device)
+        return -distance.abs().double().T[None, :, None].expand(len(q), -1, grid.q_blocks, -1)
 
 
-def test_a_users_own_chooser_goes_wherever_expressions_go():
+@parametrize("share_group", [False, True])
+def test_a_users_own_chooser_goes_wherever_expressions_go(share_group):
     q, k, v = inputs(64 * 6, 64 * 6)
-    spec = sf.causal() & (Nearest(keep=3, block=64) | sf.sinks(2))
-    kept = sf.choose_blocks(spec, q, k).kept_blocks()
-    block = torch.arange(6, device=DEVICE)
-    distance = block[:, None] - block
-    assert torch.equal(kept, ((distance >= 0) & ((distance < 2) | (block == 0))).expand_as(kept))  # a sink counts first
+    spec = sf.causal() & (Nearest(keep=3, block=64, share_group=share_group) | sf.sinks(2))
+    scores = Nearest(keep=3).scores(q, k, BlockGrid(64 * 6, 64 * 6, 64)).cpu().unflatten(1, (2, 2))
+    scores = scores.amax(2) if share_group else scores.flatten(1, 2)
+    kept = chosen.kept_pairs([("keep", 3, scores.numpy())], sf.causal(), sf.sinks(2), 64, (2, 4, 64 * 6, 64 * 6))
+    np.testing.assert_array_equal(dense(sf.choose_blocks(spec, q, k), q), kept)
     assert torch.equal(sf.attention(q, k, v, spec), sf.attention(q, k, v, sf.choose_blocks(spec, q, k)))
     assert copy.deepcopy(spec) == spec
     refusal = "takes choosers that have spec text" if torch.__version__ >= "2.13" else "does not trace Pattern objects"
     with pytest.raises(Exception, match=refusal):
         torch.compile(lambda q, k, v: sf.attention(q, k, v, spec), backend="aot_eager", fullgraph=True)(q, k, v)
-
-
-@parametrize(
-    "scores, message",
-    [
-        (torch.zeros(2, 2), r"must be a floating-point tensor of shape \(2, 4, 2, 2\)"),
-        (torch.zeros(2, 4, 2, 2, dtype=torch.int64), r"got torch.int64 of \(2, 4, 2, 2\)"),
-        (None, "got NoneType"),
-        (torch.zeros(2, 4, 2, 2, device="meta"), "must be on .*; got meta"),
-    ],
-)
-def test_wrong_scores_of_a_users_own_chooser_are_named(scores, message):
-    @dataclass(frozen=True)
-    class Wrong(sf.Chooser):
-        def scores(self, q, k, grid):
-            return scores
-
-    with pytest.raises(ValueError, match=rf"the scores of .*Wrong\(keep=1.*{message}"):
-        sf.choose_blocks(Wrong(keep=1), *inputs()[:2])

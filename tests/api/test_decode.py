@@ -1,14 +1,12 @@
 """attention_decode equals float64 attention by the mask's definition for the last queries of each sequence."""
 
-from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
 
 import pytest
 import torch
 from accepted import needs_triton
-from calls import assert_right, decode, decode_in_eight_bits, in_eight_bits, in_pages, name_of, sizes_for, unless_refused
-from oracle import BACKENDS, DEVICE, check, no_host_synchronization, require, tensor
+from calls import Counted, assert_right, decode, decode_in_eight_bits, in_eight_bits, in_pages, name_of, sizes_for, unless_refused
+from oracle import BACKENDS, DEVICE, check, require, tensor
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -151,17 +149,6 @@ def test_any_number_of_programs_gives_the_same(name, splits, monkeypatch):
         assert_right(decode(sizes_for("triton", spec=PATTERNS[name], kv_len=320, lens=(300, 77))), "triton")
 
 
-@dataclass(frozen=True)
-class Counted(sf.Pattern):
-    """A window, which counts the evaluations of its rule."""
-
-    evaluations: ClassVar[list] = []
-
-    def token_rule(self, q, kv):
-        self.evaluations.append(kv)
-        return abs(q - kv) < 64
-
-
 def test_a_growing_cache_compiles_its_pattern_seldom():
     q, k = torch.randn(1, 2, 1, 16, device=DEVICE), torch.randn(1, 2, 4096, 16, device=DEVICE)
     compilations = []
@@ -189,32 +176,6 @@ def test_compiled_code_takes_caches_of_other_capacities_and_lengths(backend):
         torch.testing.assert_close(compiled(q, k, lens), step(q, k, lens))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
-def test_a_graph_replays_with_new_lengths_and_no_call_waits_for_the_device(dtype):
-    q, k = (torch.randn(2, h, n, 64, device="cuda", dtype=torch.bfloat16) for h, n in ((8, 1), (2, 4096)))
-    k, lens = k.to(dtype), torch.tensor([4096, 1000], dtype=torch.int32, device=DEVICE)
-    scales = {name: torch.rand(2, 2, device=DEVICE) + 0.5 for name in ("k_scale", "v_scale") if dtype == E4M3}
-
-    def step():
-        return sf.attention_decode(q, k, k, "causal & (local(500) | sinks(4))", kv_lens=lens, **scales)
-
-    step()
-    with no_host_synchronization():
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = [step() for _ in range(3)]
-    for new in ([4096, 1000], [1, 0], [700, 4095]):
-        lens.copy_(torch.tensor(new, dtype=torch.int32))
-        k.copy_(k.float().roll(1, 2))
-        for scale in scales.values():
-            scale.mul_(1.5)
-        for _ in range(20):
-            graph.replay()
-        assert all(torch.equal(one, step()) for one in out)
-
-
 @needs_triton
 @parametrize("dim", [16, 32, 64, 128, 256])
 def test_a_combining_program_holds_as_many_splits_as_its_registers_and_its_compiler_bear(dim):
@@ -235,26 +196,22 @@ def test_attention_itself_shares_few_queries_among_programs_and_is_differentiabl
     assert triton.has_few_queries(q, k)
 
 
-def test_a_batch_of_none_takes_pages_and_selections():
-    q, pages = torch.randn(0, 4, 1, 16, device=DEVICE), torch.randn(5, 2, 16, 16, device=DEVICE)
-    table = torch.zeros(0, 3, dtype=torch.int32, device=DEVICE)
-    assert sf.attention_decode(q, pages, pages, "causal", block_table=table).shape == q.shape
-    picks = torch.zeros(0, 2, 1, 1, dtype=torch.int32, device=DEVICE)
-    selection = sf.BlockSelection.from_picks(picks, 16, q_len=1, kv_len=48)
-    assert sf.attention_decode(q, pages, pages, selection, block_table=table).shape == q.shape
+FIRST_BLOCK = sf.BlockSelection.from_picks(torch.zeros(2, 2, 1, 1, dtype=torch.int32), 16, kv_len=768, own=False)
 
 
-@parametrize("backend", ["torch", "reference"])
+@parametrize("backend, mask", [("torch", None), ("reference", None), ("torch", FIRST_BLOCK)], ids=["torch", "reference", "picks"])
 @parametrize("page", [-1, 2])
-def test_pages_that_do_not_exist_are_refused_where_they_are_read_and_nowhere_else(backend, page):
+def test_pages_that_do_not_exist_are_refused_where_they_are_read_and_nowhere_else(backend, mask, page):
     q, k = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 256, 32)
     lens, table = torch.tensor([3, 4], dtype=torch.int32), torch.tensor([[0, page, page], [page, 0, 0]])
     options = {"kv_lens": lens, "block_table": table, "backend": backend}
     with pytest.raises(ValueError, match=f"one of the 2 pages for each token of a sequence; sequence 1 has {page} to {page}"):
-        sf.attention_decode(q, k, k, **options)
+        sf.attention_decode(q, k, k, mask, **options)
     # Nothing reads pages that the mask does not keep, or that are past a length.
     sf.attention_decode(q, k, k, "~full", **options)
-    sf.attention_decode(q, k, k, **options | {"kv_lens": torch.tensor([256, 0])})
+    few = options | {"kv_lens": torch.tensor([256, 0])}
+    wanted = sf.attention_decode(q, k, k, mask, **few | {"block_table": table.clamp(0, 1)})
+    assert torch.equal(sf.attention_decode(q, k, k, mask, **few), wanted)
 
 
 def test_heads_may_share_a_mask_in_one_sequence_and_not_in_the_next():

@@ -11,11 +11,6 @@ import sparse_flash as sf
 from sparse_flash.api.keywords import _WRITE_INSTEAD
 
 Q = torch.randn(1, 2, 8, 16)
-CALLS = {
-    "attention": (sf.attention, (Q, Q, Q)),
-    "attention_varlen": (sf.attention_varlen, (Q[0].transpose(0, 1),) * 3 + (torch.tensor([0, 8]),)),
-    "attention_decode": (sf.attention_decode, (Q, Q, Q)),
-}
 
 
 def test_advice_names_keywords_that_attention_takes():
@@ -65,9 +60,9 @@ def test_type_checkers_reject_a_misspelt_keyword_and_no_other_line(monkeypatch, 
     assert found.count("error:") == len(wrong), found
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_the_signature_shows_the_named_arguments_alone(name):
-    parameters = inspect.signature(CALLS[name][0]).parameters.values()
+@pytest.mark.parametrize("call", [sf.attention, sf.attention_varlen, sf.attention_decode])
+def test_the_signature_shows_the_named_arguments_alone(call):
+    parameters = inspect.signature(call).parameters.values()
     assert "backend" in {p.name for p in parameters}
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters)
 
@@ -79,5 +74,3 @@ def test_text_stands_beside_a_pattern_on_either_side():
     assert (sf.causal() & "local(4) | sinks(2)") == sf.parse("causal & (local(4) | sinks(2))")
     with pytest.raises(ValueError, match="did you mean 'local'"):
         sf.causal() & "lokal(4)"
-    with pytest.raises(TypeError, match="unsupported operand"):
-        sf.causal() & 4

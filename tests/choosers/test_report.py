@@ -59,8 +59,7 @@ def definition(spec, mask, q, k, v, scale=None):
 )  # rows without keys
 def test_a_report_is_what_dense_attention_says(chooser, within, always, lengths, heads, scale, dtype, held, seed):
     assume(chosen.fit(within, always))
-    spec = chooser if always is None else chooser | always
-    spec = spec if within is None else within & spec
+    spec = chosen.joined(within, [chooser], always)
     q, k, v = inputs(*lengths, heads=heads[0], kv_heads=heads[1], v_dim=12, dtype=dtype, seed=seed)
     with mock.patch.object(reports, "_HELD", held):
         mask, report = sf.choose_blocks(spec, q, k, v=v, scale=scale, report=True)

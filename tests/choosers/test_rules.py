@@ -75,11 +75,13 @@ def by_kernel(scores, allowed, forced, rule, number, copies=1, before=None, firs
     return unpacked(bits, blocks)
 
 
+FORCED_WITHOUT_SCORE = np.array([[[[-np.inf, 0.5]]]], np.float32), np.array([[True, True]]), np.array([[True, False]])
 HAS_KERNELS = backends.get_backend("triton").why_unavailable() is None
 
 
 @settings(max_examples=120)
 @given(by=st.sampled_from([by_operations, by_kernel] if HAS_KERNELS else [by_operations]), rows=rows(), rule=rules())
+@example(by=by_kernel if HAS_KERNELS else by_operations, rows=FORCED_WITHOUT_SCORE, rule=("floor", 0.5))
 def test_a_rule_keeps_what_its_words_say(by, rows, rule):
     scores, allowed, forced = rows
     found = by(*rows, *rule)

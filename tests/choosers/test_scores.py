@@ -1,7 +1,6 @@
 """Scores are what the docstrings of choosers say, by operations and by kernels, at once and range by range."""
 
 import math
-from dataclasses import dataclass
 
 import chosen
 import numpy as np
@@ -65,28 +64,6 @@ def test_scores_are_those_of_the_docstring_however_many_logits_are_held(
     near = {torch.float64: 1e-6, torch.float32: 2e-5}.get(dtype, 60 * torch.finfo(dtype).eps)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     np.testing.assert_allclose(found.cpu(), wanted, rtol=5 * near, atol=near)
-
-
-@dataclass(frozen=True)
-class Mine(sf.Chooser):
-    """Scores by distance, whose result is not contiguous and not in float32."""
-
-    def scores(self, q, k, grid):
-        assert q.shape[2:] == (grid.q_len, q.shape[3]) and k.shape[2] == grid.kv_len
-        distance = torch.arange(grid.q_blocks, device=q.device)[:, None] - torch.arange(grid.kv_blocks, device=q.device)
-        of_heads = torch.arange(1, q.shape[1] + 1, device=q.device)
-        return (distance[..., None] * of_heads).double().permute(2, 0, 1).expand(len(q), -1, -1, -1)
-
-
-def test_scores_of_a_users_own_chooser_are_taken_as_they_are_and_shared_by_the_largest():
-    q, k = chosen.tensors(300, 300, batch=2, heads=4, kv_heads=2)
-    found, _ = scores(Mine(keep=1, block=64), content_of(Mine(keep=1, block=64), q, k))
-    distance = torch.arange(5.0)[:, None] - torch.arange(5.0)
-    wanted = torch.stack([distance * n for n in (1, 2, 3, 4)]).expand(2, -1, -1, -1)
-    assert found.dtype == torch.float32 and torch.equal(found.cpu(), wanted)
-    shared = Mine(keep=1, block=64, share_group=True)
-    found, _ = scores(shared, content_of(shared, q, k))
-    assert torch.equal(found.cpu(), wanted.unflatten(1, (2, 2)).amax(2))
 
 
 @needs_triton

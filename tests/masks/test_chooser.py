@@ -29,14 +29,6 @@ def registry(monkeypatch):
     return registry_module._registry
 
 
-def joined(within, some, always):
-    """``within & (some | always)``."""
-    inner = some[0]
-    for one in (*some[1:], *([] if always is None else [always])):
-        inner = inner | one
-    return inner if within is None else within & inner
-
-
 def same_block(some):
     return [replace(one, block=some[0].block) for one in some]
 
@@ -47,11 +39,11 @@ several = st.lists(chosen.drawn(), min_size=1, max_size=3).map(same_block)
 @settings(max_examples=100)
 @given(within=limits, some=several, always=st.none() | strategies.expressions)
 def test_text_reads_back_as_an_equal_expression_in_any_order(within, some, always):
-    expression = joined(within, some, always)
+    expression = chosen.joined(within, some, always)
     text = expression.to_spec()
     again = sf.parse(text)
     assert again == expression and hash(again) == hash(expression) and again.to_spec() == text == str(expression)
-    assert joined(within, some[::-1] * 2, always) == expression
+    assert chosen.joined(within, some[::-1] * 2, always) == expression
     assert {type(leaf) for leaf in some} <= {type(leaf) for leaf in again.leaves()}
 
 
@@ -87,7 +79,7 @@ def test_a_number_of_blocks_and_a_share_of_them_differ_as_numpys_do():
 @given(within=limits, some=several, always=st.none() | strategies.expressions, as_text=st.booleans())
 def test_an_expression_and_its_copies_are_taken_apart_into_what_they_were_made_of(within, some, always, as_text):
     assume(chosen.fit(within, always))
-    expression = joined(within, some, always)
+    expression = chosen.joined(within, some, always)
     for again in (copy.copy(expression), copy.deepcopy(expression), pickle.loads(pickle.dumps(expression))):
         assert again == expression and again.to_spec() == expression.to_spec() and choices_of(again) == choices_of(expression)
     found = choices_of(expression.to_spec() if as_text else expression)
@@ -102,7 +94,7 @@ def test_expressions_by_head_are_taken_apart_head_by_head(within, heads, always)
     assume(chosen.fit(within, always))
     heads = [some and [replace(one, **RULE_64) for one in some] for some in heads]
     alone = always if within is None else within & always
-    found = choices_of(sf.per_head([joined(within, some, always) if some else alone for some in heads]))
+    found = choices_of(sf.per_head([chosen.joined(within, some, always) if some else alone for some in heads]))
     assert len(found) == len(heads)
     for one, some in zip(found, heads, strict=True):
         assert one.within == within and set(one.choosers) == set(some or ())
@@ -256,27 +248,3 @@ def test_a_chooser_without_a_name_works_and_has_no_text():
         nameless.to_spec()
     with pytest.raises(ValueError, match="Nameless must have one rule"):
         Nameless()
-
-
-def test_what_is_no_chooser_is_not_registered_as_one(registry):
-    before = dict(registry)
-
-    @dataclass(frozen=True)
-    class OnlyPattern(sf.Pattern):
-        pass
-
-    @dataclass(frozen=True)
-    class Mine(sf.Chooser):
-        pass
-
-    class Thawed(Mine):
-        pass
-
-    with pytest.raises(ValueError, match="name must be an identifier"):
-        sf.register_chooser(Mine)  # without a name the class would become a function
-    for wrong in (OnlyPattern, Mine(keep=1), len, int, None):
-        with pytest.raises(TypeError, match=r"@register_chooser\('other'\) must decorate a subclass of sparse_flash.Chooser; got"):
-            sf.register_chooser("other")(wrong)
-    with pytest.raises(TypeError, match=r"Thawed must be a frozen dataclass; put .* under @register_chooser$"):
-        sf.register_chooser("other")(Thawed)
-    assert registry == before

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from accepted import needs_triton
+from calls import replayed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import DEVICE, no_host_synchronization, tensor
+from oracle import DEVICE, tensor
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
@@ -291,12 +292,5 @@ def test_the_choice_needs_no_host_synchronization_and_replays_in_a_graph(score):
         return sf.topk_blocks(q, keys, 5, every=1, block_size=64, always="sinks(4)", share_group=True, score=score).picks
 
     q, k = tensor((1, 4, 2048, 64), dtype=torch.bfloat16), tensor((1, 2, 2048, 64), dtype=torch.bfloat16)
-    before = picked()
-    with no_host_synchronization():
-        picked()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = picked()
-    q.copy_(q.flip(2))
-    graph.replay()
+    before, captured = picked(), replayed(picked, lambda: q.copy_(q.flip(2)))
     assert torch.equal(captured, picked()) and not torch.equal(captured, before)

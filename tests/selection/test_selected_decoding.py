@@ -1,8 +1,11 @@
 """Each step of decoding over blocks that its queries choose from the cache is the row of the training call."""
 
+import math
+
 import pytest
 import torch
 from accepted import needs_triton
+from calls import in_pages
 from oracle import DEVICE, dense_attention, tensor
 from picked import drawn_picks, tensors
 
@@ -32,13 +35,6 @@ def chosen_from(q, k, lens, share_group=False):
     return sf.BlockSelection.from_picks(picks, BLOCK, kv_len=k.shape[2], own=False)
 
 
-def paged(cache, size):
-    """(pages, block table): the pages of sequences in turn, behind one that none uses."""
-    pages = cache.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
-    table = torch.arange(len(pages), device=DEVICE).view(len(cache), -1) + 1
-    return torch.cat([torch.full_like(pages[:1], float("nan")), pages]), table
-
-
 @parametrize(
     "backend, share_group, page_size, chunk",
     [("torch", shares, *how) for shares in (True, False) for how in ((None, 1), (8, 1 << 27), (64, 1 << 27))]
@@ -59,7 +55,7 @@ def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(shar
         lens = lens + new
         held = cache
         if page_size:
-            (keys, table), (values, _) = (paged(t, page_size) for t in cache)
+            (keys, table), (values, _) = (in_pages(t, page_size, math.nan) for t in cache)
             held, options = [keys, values], {"block_table": table}
         rows = torch.stack([q[b, :, n - new : n] for b, n in enumerate(lens.tolist())])
         chosen = chosen_from(rows, cache[0], lens.tolist(), share_group)
@@ -101,12 +97,9 @@ def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(nam
     for x in held:
         x.masked_fill_(past[:, None, :, None], float("nan"))
     if paged_by:
-        room = -(-capacity // paged_by) * paged_by
-        (keys, table), (values, _) = (
-            paged(torch.nn.functional.pad(x, (0, 0, 0, room - capacity), value=float("nan")), paged_by) for x in held
-        )
+        (keys, table), (values, _) = (in_pages(x, paged_by, math.nan) for x in held)
         # Blocks that no query picked are in pages that do not exist.
-        unread = ~torch.nn.functional.pad(kept.any(1).any(1), (0, room - capacity)).unflatten(1, (-1, paged_by)).any(2)
+        unread = ~torch.nn.functional.pad(kept.any(1).any(1), (0, -capacity % paged_by)).unflatten(1, (-1, paged_by)).any(2)
         held, options["block_table"] = [keys, values], torch.where(unread, 1 << 20, table).to(torch.int32)
     for splits in counts:
         options["splits"] = splits
@@ -135,21 +128,3 @@ def test_lengths_past_the_cache_are_its_capacity(backend):
     past = torch.full((1,), 900, device=DEVICE)
     found, whole = (sf.attention_decode(step, k, v, chosen, kv_lens=lens, backend=backend) for lens in (past, None))
     assert torch.equal(found, whole)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU would have to be waited for")
-@parametrize("page", [-1, 13])
-def test_pages_that_do_not_exist_are_refused_where_they_are_read_and_nowhere_else(page):
-    q, k, v = inputs(64)
-    (keys, table), (values, _) = (paged(t, 16) for t in (k, v))
-    lens = torch.tensor([16, 0, 33], device=DEVICE)
-    past = torch.arange(4, device=DEVICE) >= (lens[:, None] + 15) // 16
-    options = {"kv_lens": lens, "block_table": torch.where(past, page, table)}
-    chosen = chosen_from(q[:, :, :1], k, lens.tolist())
-    assert torch.equal(
-        sf.attention_decode(q[:, :, :1], keys, values, chosen, **options),
-        sf.attention_decode(q[:, :, :1], keys, values, chosen, **options | {"block_table": table}),
-    )
-    wrong = {"kv_lens": lens, "block_table": table.index_fill(1, torch.tensor([0]), page)}
-    with pytest.raises(ValueError, match=f"one of the 13 pages for each token of a sequence; sequence 0 has {page} to {page}"):
-        sf.attention_decode(q[:, :, :1], keys, values, chosen, **wrong)
