@@ -287,15 +287,6 @@ def checkpointed(name: str, policy: str) -> list[float]:
     return [difference(got, of_one_process(name, 0.2))]
 
 
-def on_two_dimensions(name: str, strategy: str) -> list[float]:
-    """On dp x cp, each cp group with a sequence of its own."""
-    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
-    plan = plan_of(name, strategy, both["cp"])
-    factor = 1 + both["dp"].get_local_rank()
-    given = [t * factor for t in inputs(name)]
-    return [difference(together(plan, given), alone(whole_of(name), given))]
-
-
 def error_of(call) -> str:
     """The error of a call that is refused; "" if it is not."""
     try:

@@ -55,8 +55,6 @@ MORE = [
     (2, on_ranks.outlived, ("grouped 8:2", "heads"), {"compiled": True}),
     (3, on_ranks.checkpointed, ("causal", "all"), {}),
     (3, on_ranks.checkpointed, ("causal", "operator"), {}),
-    (4, on_ranks.on_two_dimensions, ("causal", "blocks"), {}),
-    (4, on_ranks.on_two_dimensions, ("causal", "heads"), {}),
     (2, on_ranks.compiled, (20,), {"strategy": "blocks", "overlap": True}),
     (2, on_ranks.compiled, (4,), {"strategy": "blocks", "overlap": False}),
     (2, on_ranks.compiled, (4,), {"strategy": "queries"}),
