@@ -15,13 +15,14 @@ from sparse_flash.masks.methods import from_block_maps, resolve_within
 from sparse_flash.masks.select_blocks import select_by_kernel, select_in_torch
 
 
-def maps_of(masks, grid, density, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.rand(masks, *grid.shape, generator=generator) < density).to(DEVICE)
+def drawn(masks, grid, density, seed, within):
+    """(maps of blocks, the tables that limit them)"""
+    maps = torch.rand(masks, *grid.shape, generator=torch.Generator().manual_seed(seed)) < density
+    return maps.to(DEVICE), resolve_within(within, grid, torch.device(DEVICE))
 
 
 @needs_triton
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     within=st.none() | st.just(sf.causal()) | strategies.expressions,
     lengths=strategies.lengths,
@@ -33,8 +34,7 @@ def maps_of(masks, grid, density, seed):
 )
 def test_kernels_select_the_entries_that_operations_select(within, lengths, size, masks, density, bits, seed):
     grid = BlockGrid(*lengths, size)
-    maps = maps_of(masks, grid, density, seed)
-    limit = resolve_within(within, grid, maps.device)
+    maps, limit = drawn(masks, grid, density, seed, within)
     room = masks * len(limit.by_query.col_idx)
     with heavy_rows_split():
         wanted = select_in_torch(maps, limit.by_query, limit.by_key, grid.shape)
@@ -55,8 +55,7 @@ def test_rows_longer_than_a_programs_step_are_selected_step_by_step(within, monk
 
     monkeypatch.setattr(select, "_ENTRIES", 16)
     grid = BlockGrid(16 * 5, 16 * 50, 16)
-    maps = maps_of(2, grid, 0.5, 0)
-    limit = resolve_within(within, grid, maps.device)
+    maps, limit = drawn(2, grid, 0.5, 0, within)
     wanted = from_block_maps(maps[None], grid, limit)
     tables = select_by_kernel(pack_block_bits(maps), limit.by_query, limit.by_key, grid.shape, int(maps.sum()))
     for ours, theirs in zip(tables, (wanted.by_query, wanted.by_key), strict=True):
