@@ -146,8 +146,7 @@ def test_attention_over_many_heads_is_right(backend, mask, deterministic, shape)
 @pytest.mark.parametrize("every, block_size", [(1, 16), (16, 16), (1, 64)])
 def test_selections_of_many_heads_are_right(every, block_size, shape):
     q, k, v = many(shape)
-    chosen = sf.topk_blocks(q, k, 1, every=every, block_size=block_size)
-    few = sf.topk_blocks(q[SAMPLE], k[SAMPLE], 1, every=every, block_size=block_size)
-    assert torch.equal(chosen.picks[SAMPLE], few.picks)
-    chosen = sf.topk_blocks(q, k, shape[3] // block_size, every=every, block_size=block_size)  # all blocks
-    close_to_sdpa(sf.attention(q, k, v, chosen), q, k, v, True)
+    of_all, of_few = (sf.topk_blocks(*both, 1, every=every, block_size=block_size) for both in ((q, k), (q[SAMPLE], k[SAMPLE])))
+    assert torch.equal(of_all.picks[SAMPLE], of_few.picks)
+    every_block = sf.topk_blocks(q, k, shape[3] // block_size, every=every, block_size=block_size)
+    close_to_sdpa(sf.attention(q, k, v, every_block), q, k, v, True)

@@ -108,15 +108,13 @@ def test_copies_give_what_one_process_gives(pools, ranks, run, arguments, option
         ({"host": "two"}, False),
         ({"gpu": 0}, False),
         ({"links": [[18, 18, 18], [18, 18, 0], [18, 0, 18]]}, False),
+        ({"error": "no room for handles"}, False),
     ],
 )
-def test_all_ranks_share_memory_or_none_does(pools, of_second, shares):
-    assert pools(3).run(copies_on_ranks.agreed, **of_second) == [(shares, [])] * 3
-
-
-@pytest.mark.ranks
-def test_a_trial_that_fails_on_one_rank_is_said_there_and_nobody_shares(pools):
-    found = pools(3).run(copies_on_ranks.agreed, error="no room for handles")
-    assert [shares for shares, _ in found] == [False] * 3 and [len(warned) for _, warned in found] == [0, 1, 0]
-    (said,) = found[1][1]
-    assert "no room for handles" in said and "SPARSE_FLASH_COPY_ENGINES=0" in said
+def test_all_ranks_share_memory_or_none_does_and_a_failed_trial_is_said_where_it_failed(pools, of_second, shares):
+    found = pools(3).run(copies_on_ranks.agreed, **of_second)
+    assert [shared for shared, _ in found] == [shares] * 3
+    warned = [len(messages) for _, messages in found]
+    assert warned == [0, "error" in of_second, 0]
+    if "error" in of_second:
+        assert "no room for handles" in found[1][1][0] and "SPARSE_FLASH_COPY_ENGINES=0" in found[1][1][0]
