@@ -34,27 +34,21 @@ def test_float32_is_loaded_by_pointers_where_other_types_have_descriptors(dtype)
     assert isinstance(launch.descriptor_or_rows(torch.empty(1, 1, 16, 16, dtype=dtype), 16, 16), Rows) == (dtype == torch.float32)
 
 
-@parametrize("layout", LAYOUTS)
-def test_tiles_by_pointers_are_right_in_every_memory_order(pointers, layout):
-    check("triton", "causal & local(20)", 40, 50, dtype=torch.float16, layout=layout, kv_heads=1, head_dim=40, block_size=32)
+ROWS = [(torch.float16, 40, 20, layout) for layout in LAYOUTS]
+ROWS += [(dtype, dim, dim, "heads first") for dtype, dim in ((torch.bfloat16, 72), (torch.float32, 20), (torch.float32, 32))]
 
 
-DTYPES = [(torch.float16, 40, 20), (torch.bfloat16, 72, 72), (torch.float32, 20, 20), (torch.float32, 32, 32)]
-
-
-@parametrize("dtype, head_dim, v_head_dim", DTYPES, ids=str)
-def test_tiles_by_pointers_are_right_in_every_dtype_and_head_dim(pointers, dtype, head_dim, v_head_dim):
-    check("triton", None, 33, 33, dtype=dtype, head_dim=head_dim, v_head_dim=v_head_dim)
+@parametrize("dtype, head_dim, v_head_dim, layout", ROWS, ids=str)
+def test_tiles_by_pointers_are_right(pointers, dtype, head_dim, v_head_dim, layout):
+    options = {"dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim, "layout": layout}
+    check("triton", "causal & local(20)", 33, 40, kv_heads=1, block_size=32, **options)
 
 
 @parametrize("chip", chips.CHIPS.values(), ids=chips.CHIPS)
-@parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_table_whose_blocks_hold_the_tiles_changes_nothing(chip, dtype):
-    for kernel in configs.KERNELS:
-        for dim in (16, 64, 128, 256):
-            assert configs.builtin_config(chip, kernel, dtype, dim, 128) == configs.builtin_config(chip, kernel, dtype, dim, None)
-            small = configs.builtin_config(chip, kernel, dtype, dim, 16)
-            assert (small.tile_m, small.tile_n) == (16, 16)
+def test_a_table_whose_blocks_hold_the_tiles_changes_nothing(chip):
+    for kernel, dim, dtype in product(configs.KERNELS, (16, 64, 128, 256), (torch.bfloat16, torch.float32)):
+        wide, without, small = (configs.builtin_config(chip, kernel, dtype, dim, block) for block in (128, None, 16))
+        assert wide == without and (small.tile_m, small.tile_n) == (16, 16)
 
 
 @parametrize("capability, kib, like", [((11, 0), 227, "9.0"), ((13, 0), 200, "8.0"), ((13, 0), 128, "8.6")])
@@ -67,14 +61,15 @@ def test_a_chip_that_is_not_compiled_for_gets_the_tiles_of_one_that_is(capabilit
     assert f"{kib} KiB of shared memory; not measured" in doctor._tile_sizes(torch.device("cuda", 0))
 
 
-@parametrize(
-    "chip, kib, reason",
-    [
-        ((7, 5), 64, "Triton needs compute capability 8.0 or newer; this GPU has 7.5"),
-        ((13, 0), 48, "its tiles need 99 KiB of shared memory a program; this GPU has 48"),
-    ],
-)
-def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, chip, kib, reason):
+REFUSED = {
+    "Triton needs compute capability 8.0 or newer; this GPU has 7.5": ((7, 5), 64),
+    "its tiles need 99 KiB of shared memory a program; this GPU has 48": ((13, 0), 48),
+}
+
+
+@parametrize("reason", REFUSED)
+def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, reason):
+    chip, kib = REFUSED[reason]
     monkeypatch.setattr(configs, "detect_gpu", lambda device: configs.Gpu(chip, kib * 1024))
     monkeypatch.setattr(triton_backend, "why_unavailable", lambda: None)
     monkeypatch.setattr(triton_backend, "is_interpreted", lambda: False)
@@ -100,29 +95,24 @@ def test_amds_gpus_are_refused(monkeypatch):
         assert "needs an NVIDIA GPU" in module.why_unavailable.__wrapped__.__wrapped__()
 
 
-@pytest.fixture
-def limited(monkeypatch):
-    """Makes forward launches fail as Triton's do if a tile's keys times stages exceed a limit. Returns the configs that ran."""
-    ran, as_it_is = [], launch.launch
+def test_a_kernel_that_does_not_fit_takes_smaller_tiles_and_is_not_tried_again(monkeypatch):
+    """Forward launches fail as Triton's do if a tile's keys times stages exceed a limit."""
+    ran, as_it_is, limit = [], launch.launch, 32
 
     def launched(kernel, grid, arguments, constants, options, *more):
-        if kernel is not forward.attention_forward_kernel:
-            return as_it_is(kernel, grid, arguments, constants, options, *more)
-        if constants["TILE_N"] * options["num_stages"] > limit:
-            raise OutOfResources(constants["TILE_N"] * options["num_stages"], limit, "shared memory")
-        ran.append((constants["TILE_M"], constants["TILE_N"], options["num_stages"]))
+        if kernel is forward.attention_forward_kernel:
+            needed = constants["TILE_N"] * options["num_stages"]
+            ran.append((constants["TILE_M"], constants["TILE_N"], options["num_stages"], needed <= limit))
+            if needed > limit:
+                raise OutOfResources(needed, limit, "shared memory")
         return as_it_is(kernel, grid, arguments, constants, options, *more)
 
-    limit = 32
     monkeypatch.setattr(launch, "launch", launched)
     monkeypatch.setattr(launch, "fitting_configs", {})
-    return ran
-
-
-def test_a_kernel_that_does_not_fit_takes_smaller_tiles_and_is_not_tried_again(limited):
     for _ in range(2):
         check("triton", None, 40, dtype=torch.float16, lse_gradient=False)
-    assert set(limited) == {(32, 32, 1)}
+    first = ran.index((32, 32, 1, True))
+    assert first and not any(fits for *_, fits in ran[:first]) and set(ran[first:]) == {(32, 32, 1, True)}
 
 
 def test_what_fits_in_no_tiles_says_so_and_what_else_to_do():

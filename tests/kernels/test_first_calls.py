@@ -32,14 +32,10 @@ def test_a_terminal_is_told_what_is_compiled_where_that_takes_long(cache, monkey
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr(first_calls, "_PATIENCE", 0.0)
     with first_calls.first_call("attention forward for Hopper, head_dim 128", ("kernel",)):
-        for timer in _timers():
+        for timer in (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)):
             timer.join()
     expected = "sparse_flash: compiling attention forward for Hopper, head_dim 128: once on this machine\n"
     assert capsys.readouterr().err == (expected if terminal else "")
-
-
-def _timers() -> list[threading.Timer]:
-    return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
 
 def _compile(folder: str, key: str, barrier) -> None:
@@ -66,48 +62,43 @@ def test_eight_ranks_compile_a_kernel_once(cache):
     assert (cache / "kernel.log").read_text() == "compiled\n"
 
 
-class _Kernel:
-    """What a launch needs of one of Triton's. events: what it did, and whether another process could have compiled meanwhile."""
+@forks
+def test_no_rank_waits_for_another_to_load_a_kernel_as_that_may_wait_for_an_exchange_with_it(cache, monkeypatch):
+    import fcntl
 
-    params = (types.SimpleNamespace(name="q", do_not_specialize=False),)
+    events = []
 
-    def __init__(self, folder):
-        self.fn, self.folder, self.events = _compile, folder, []
-
-    def _did(self, what: str) -> None:
-        import fcntl
-
-        free = []
-        for path in self.folder.glob("*.lock"):
+    def did(what):
+        for path in cache.glob("*.lock"):
             with path.open() as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    free.append(True)
+                    events.append((what, "others may compile"))
                 except BlockingIOError:
-                    free.append(False)
-        self.events.append((what, all(free)))
+                    events.append((what, "others wait"))
 
-    def warmup(self, *arguments, grid, **options):
-        self._did("compiled")
+    class Kernel:
+        """What a launch needs of one of Triton's."""
 
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: self._did("launched")
+        fn, params = _compile, (types.SimpleNamespace(name="q", do_not_specialize=False),)
 
+        def warmup(self, *arguments, grid, **options):
+            did("compiled")
 
-@forks
-def test_no_rank_waits_for_another_to_load_a_kernel_as_that_may_wait_for_an_exchange_with_it(cache, monkeypatch):
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: did("launched")
+
     module = importlib.import_module("sparse_flash.kernels.launch.launch")
     monkeypatch.setattr(module, "ensure_context", lambda device: None)
     monkeypatch.setattr(module, "compiled_kernels", {})
-    kernel = _Kernel(cache)
-    module.launch(kernel, (1, 1), [torch.zeros(16)], {}, {})
-    assert kernel.events == [("compiled", False), ("launched", True)]
+    module.launch(Kernel(), (1, 1), [torch.zeros(16)], {}, {})
+    assert events == [("compiled", "others wait"), ("launched", "others may compile")]
 
 
 def test_a_cache_that_cannot_be_locked_is_no_obstacle(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "below"))
-    ran = []
+    ran = False
     with first_calls.first_call("a kernel", ("kernel",)):
-        ran.append(True)
+        ran = True
     assert ran

@@ -32,25 +32,21 @@ def launched(monkeypatch):
     return found
 
 
-def inputs(heads=1, requires_grad=False):
-    return [torch.ones(BATCH, heads, TOKENS, 16, dtype=torch.float16).requires_grad_(requires_grad) for _ in range(3)]
+def attention(mask=None, one_launch_tokens=0):
+    def run(patch, q, k, v):
+        patch.setattr(configs, "ONE_LAUNCH_TOKENS", one_launch_tokens)
+        sf.attention(q, k, v, mask, backend="triton").sum().backward()
+
+    return run
 
 
-def attention(launch_once, mask, monkeypatch):
-    monkeypatch.setattr(configs, "ONE_LAUNCH_TOKENS", 1 << 40 if launch_once else 0)
-    q, k, v = inputs(requires_grad=True)
-    sf.attention(q, k, v, mask, backend="triton").sum().backward()
-
-
-def decoding(_):
-    q, k, v = inputs()
-    sf.attention_decode(q[:, :, :1], k, v, backend="triton")
+def decoding(_, q, k, v):
+    sf.attention_decode(q[:, :, :1].detach(), k.detach(), v.detach(), backend="triton")
 
 
 def selection(every, always=None):
-    def run(_):
+    def run(_, q, k, v):
         picks = torch.zeros(BATCH, 1, -(-TOKENS // every), 2, dtype=torch.int32)
-        q, k, v = inputs(requires_grad=True)
         chosen = sf.BlockSelection.from_picks(picks, BLOCK, every=every, q_len=TOKENS, always=always)
         sf.attention(q, k, v, chosen, backend="triton").sum().backward()
 
@@ -58,8 +54,7 @@ def selection(every, always=None):
 
 
 def choice(kind):
-    def run(_):
-        q, k, _ = inputs()
+    def run(_, q, k, v):
         compression = pick_blocks.Compressed(BLOCK, BLOCK, None) if kind == "softmax" else None
         keys = k if kind == "max" else k[:, :, :2].float() if kind == "mean" else k[:, :, :2]
         pick_blocks.pick_blocks(q, keys, kind, BlockChoice(1, 2, 1, BLOCK, TOKENS, TOKENS), compression=compression)
@@ -68,9 +63,9 @@ def choice(kind):
 
 
 CALLS = {
-    "dense": lambda patch: attention(False, None, patch),
-    "masked": lambda patch: attention(False, "causal", patch),
-    "backward in one launch": lambda patch: attention(True, "causal", patch),
+    "dense": attention(),
+    "masked": attention("causal"),
+    "backward in one launch": attention("causal", 1 << 40),
     "decoding": decoding,
     "selection of queries": selection(1),
     "selection of groups of queries": selection(BLOCK),
@@ -81,7 +76,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_no_launch_has_more_programs_on_the_second_axis_than_cuda_allows(launched, monkeypatch, name):
-    CALLS[name](monkeypatch)
+    CALLS[name](monkeypatch, *(torch.ones(BATCH, 1, TOKENS, 16, dtype=torch.float16).requires_grad_() for _ in range(3)))
     assert launched
     assert {kernel: grid for kernel, grid in launched.items() if max(grid[1:]) > grids.SECOND_AXIS} == {}
 
@@ -96,9 +91,7 @@ def few(monkeypatch):
     order._least_divisor.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "one_launch_tokens, mask, batch", [(0, None, 2), (0, "causal", 7), (1 << 20, "local(20)", 7), (1 << 20, None, 2)]
-)
+@pytest.mark.parametrize("one_launch_tokens, mask, batch", [(0, None, 2), (0, "causal", 7), (1 << 20, "local(20)", 7)])
 def test_more_heads_than_the_second_axis_has_are_right(few, monkeypatch, one_launch_tokens, mask, batch):
     monkeypatch.setattr(configs, "ONE_LAUNCH_TOKENS", one_launch_tokens)
     check("triton", mask, 20, 25, batch=batch, heads=6, kv_heads=3, dtype=torch.float16, head_dim=16, block_size=mask and 16)
@@ -120,26 +113,19 @@ def many(shape):
     """q, k and v."""
     batch, heads, kv_heads, tokens = shape
     generator = torch.Generator(device=DEVICE).manual_seed(0)
-    return [
-        torch.randn(batch, n, tokens, 64, dtype=torch.bfloat16, device=DEVICE, generator=generator).requires_grad_()
-        for n in (heads, kv_heads, kv_heads)
-    ]
+    shapes = [(batch, n, tokens, 64) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(size, dtype=torch.bfloat16, device=DEVICE, generator=generator).requires_grad_() for size in shapes]
 
 
-def close_to_sdpa(out, q, k, v, kept=None, gradients=True):
+def close_to_sdpa(out, q, k, v, causal):
     """Compares out and the gradients, for an incoming gradient of q's values, with SDPA's in float32, for the sample."""
     sample = [t.detach()[SAMPLE].float().requires_grad_() for t in (q, k, v)]
-    theirs = torch.nn.functional.scaled_dot_product_attention(*sample, attn_mask=kept, enable_gqa=True)
+    theirs = torch.nn.functional.scaled_dot_product_attention(*sample, is_causal=causal, enable_gqa=True)
     torch.testing.assert_close(out[SAMPLE].float(), theirs, atol=2e-2, rtol=2e-2)
-    if gradients:
-        got = torch.autograd.grad(out, (q, k, v), q.detach())
-        wanted = torch.autograd.grad(theirs, sample, sample[0].detach())
-        for one, other in zip(got, wanted, strict=True):
-            torch.testing.assert_close(one[SAMPLE].float(), other, atol=5e-2, rtol=5e-2)
-
-
-def causal(tokens):
-    return torch.ones(tokens, tokens, dtype=torch.bool, device=DEVICE).tril()
+    got = torch.autograd.grad(out, (q, k, v), q.detach())
+    wanted = torch.autograd.grad(theirs, sample, sample[0].detach())
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one[SAMPLE].float(), other, atol=5e-2, rtol=5e-2)
 
 
 @needs_gpu
@@ -152,7 +138,7 @@ def test_attention_over_many_heads_is_right(backend, mask, deterministic, shape)
         pytest.skip(reason)
     q, k, v = many(shape)
     out = sf.attention(q, k, v, mask, deterministic=deterministic, backend=backend)
-    close_to_sdpa(out, q, k, v, mask and causal(shape[3]))
+    close_to_sdpa(out, q, k, v, mask == "causal")
 
 
 @needs_gpu
@@ -160,8 +146,7 @@ def test_attention_over_many_heads_is_right(backend, mask, deterministic, shape)
 @pytest.mark.parametrize("every, block_size", [(1, 16), (16, 16), (1, 64)])
 def test_selections_of_many_heads_are_right(every, block_size, shape):
     q, k, v = many(shape)
-    chosen = sf.topk_blocks(q, k, 1, every=every, block_size=block_size)
-    few = sf.topk_blocks(q[SAMPLE], k[SAMPLE], 1, every=every, block_size=block_size)
-    assert torch.equal(chosen.picks[SAMPLE], few.picks)
-    chosen = sf.topk_blocks(q, k, shape[3] // block_size, every=every, block_size=block_size)  # all blocks
-    close_to_sdpa(sf.attention(q, k, v, chosen), q, k, v, causal(shape[3]))
+    of_all, of_few = (sf.topk_blocks(*both, 1, every=every, block_size=block_size) for both in ((q, k), (q[SAMPLE], k[SAMPLE])))
+    assert torch.equal(of_all.picks[SAMPLE], of_few.picks)
+    every_block = sf.topk_blocks(q, k, shape[3] // block_size, every=every, block_size=block_size)
+    close_to_sdpa(sf.attention(q, k, v, every_block), q, k, v, True)

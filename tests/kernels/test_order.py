@@ -29,31 +29,32 @@ def _share_of_time_that_is_idle(tokens: int, lines: int, together: int, programs
     return max(busy) / max(sum(busy) / programs, tokens // 128 + beside_steps) - 1
 
 
-def test_heads_follow_each_other_where_the_cache_holds_both_or_documents_keep_to_their_own_keys():
-    by_document, scattered = (SimpleNamespace(starts=None, from_host=False, document_order=ordered) for ordered in (True, False))
-    of_tokens = {
-        tokens: [concurrent_heads(256, tokens, mask, 8) for mask in (None, scattered, by_document)]
-        for tokens in (4096, 32768, 65536)
-    }
-    assert of_tokens == {4096: [8, 8, 8], 32768: [1, 1, 2], 65536: [1, 1, 2]}
-    assert [concurrent_heads(512, tokens, scattered, 8, by_key=True) for tokens in (4096, 16384, 32768)] == [4, 2, 1]
-    assert concurrent_heads(320, 8192, scattered, 16) == 2  # three would fit, and leave one over
-    # Query heads that share keys come together.
-    assert concurrent_heads(256, 16384, scattered, 32, 8) == 16
+SCATTERED, IN_DOCUMENTS = (SimpleNamespace(starts=None, from_host=False, document_order=ordered) for ordered in (False, True))
 
 
-@pytest.mark.parametrize("spec, together", [("causal", 8), ("butterfly", 2), ("causal & local(1024)", 2), ("random(0.2)", 2)])
-def test_more_heads_follow_each_other_only_where_rows_keep_much(spec, together):
-    mask = sf.compile_mask(spec, 16384)
-    assert concurrent_heads(256, 16384, mask, 16) == together
+@pytest.mark.parametrize(
+    "row_bytes, mask, tokens, lines, options, together",
+    [
+        *((256, mask, 4096, 8, {}, 8) for mask in (None, SCATTERED, IN_DOCUMENTS)),  # the cache holds all
+        *((256, mask, 32768, 8, {}, 1 + (mask is IN_DOCUMENTS)) for mask in (None, SCATTERED, IN_DOCUMENTS)),
+        (256, IN_DOCUMENTS, 65536, 8, {}, 2),
+        *((512, SCATTERED, tokens, 8, {"by_key": True}, most) for tokens, most in ((4096, 4), (16384, 2), (32768, 1))),
+        (320, SCATTERED, 8192, 16, {}, 2),  # three would fit, and leave one over
+        (256, SCATTERED, 16384, 32, {"group": 8}, 16),  # query heads that share keys come together
+        (256, "causal", 16384, 16, {}, 8),  # rows keep much
+        *((256, mask, 16384, 16, {}, 2) for mask in ("butterfly", "causal & local(1024)", "random(0.2)")),
+        *((512, "causal & documents((0, 15000, 40000, 65536))", 65536, 8, {"by_key": key}, 2) for key in (False, True)),
+        *((512, "causal & local(8192)", 65536, 8, {"by_key": key}, 1) for key in (False, True)),
+    ],
+)
+def test_as_many_heads_follow_each_other_as_the_cache_holds_and_rows_need(row_bytes, mask, tokens, lines, options, together):
+    mask = sf.compile_mask(mask, tokens) if isinstance(mask, str) else mask
+    assert concurrent_heads(row_bytes, tokens, mask, lines, **options) == together
+
+
+def test_a_table_without_its_mask_is_taken_for_a_scattered_one():
+    mask = sf.compile_mask("causal", 16384)
     assert concurrent_heads(256, 16384, BlockMask.from_tensors(*mask.sizes, mask.tensors()), 16) == 2  # may have room for more
-
-
-@pytest.mark.parametrize("by_key", [False, True])
-def test_two_heads_follow_each_other_under_documents_of_many_blocks(by_key):
-    mask = sf.compile_mask("causal & documents((0, 15000, 40000, 65536))", 1 << 16)
-    window = sf.compile_mask("causal & local(8192)", 1 << 16)
-    assert [concurrent_heads(512, 1 << 16, m, 8, by_key=by_key) for m in (mask, window)] == [2, 1]
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -67,15 +68,14 @@ def test_programs_of_a_causal_call_end_at_about_the_same_time(tokens, row_bytes,
     assert _share_of_time_that_is_idle(tokens, lines, together, 132) <= 0.1
 
 
-@pytest.mark.parametrize("tokens, lines", [(4096, 12), (4096, 16), (8192, 16), (8192, 14), (4096, 28)])
+@pytest.mark.parametrize("tokens, lines", [(4096, 12), (8192, 14), (4096, 28)])
 def test_heads_of_a_causal_call_take_turns_in_the_grid(tokens, lines):
     together = concurrent_grid_heads(2 * tokens * 256, tokens, sf.compile_mask("causal", tokens), lines)
     assert lines % together == 0
     assert _share_of_time_that_is_idle(tokens, lines, together, 264) <= 0.1 < _share_of_time_that_is_idle(tokens, lines, 1, 264)
 
 
-@pytest.mark.parametrize("one_launch_tokens", [0, 1 << 20])
-@pytest.mark.parametrize("together", [2, 4])
+@pytest.mark.parametrize("together, one_launch_tokens", [(2, 0), (4, 1 << 20)])
 def test_heads_that_take_turns_are_right(together, one_launch_tokens, monkeypatch, poison):
     monkeypatch.setattr(order, "HEADS_IN_STEP", together)
     monkeypatch.setattr(configs, "ONE_LAUNCH_TOKENS", one_launch_tokens)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from on_ranks import difference, mesh, others_than
+from pool import DEVICE
 from tiny_lm import SETTINGS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sparse_flash as sf
-from examples.train_lm.model import IGNORED, Decoder
 from examples.train_lm.parallel import World, build_world
 from examples.train_lm.settings import check_settings
 from examples.train_lm.train import Run
@@ -48,13 +48,17 @@ def causal_model(name: str, **changes: object) -> transformers.PreTrainedModel:
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(given)](given)
 
 
-def of_transformers(name: str, labelled: int, compiled: bool) -> tuple[float, float, float]:
-    """(the difference of the loss, of the logits, of the parameters' gradients) of a model with a mask for each layer, and
-    dropout. labelled: how many tokens have labels, from the first."""
+def words_of(batch: int) -> torch.Tensor:
+    return torch.randint(0, WORDS, (batch, TOKENS), generator=torch.Generator(DEVICE).manual_seed(1))
+
+
+def of_transformers(name: str, labelled: int, compiled: bool = False) -> list[float]:
+    """The loss, logits and gradients of parameters of a model with a mask for each layer, and dropout. labelled: how many tokens
+    have labels, from the first."""
     dropout = "attn_pdrop" if name == "gpt2" else "attention_dropout"
     model = causal_model(name, **{dropout: 0.1})
     whole = copy.deepcopy(model)
-    words = torch.randint(0, WORDS, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    words = words_of(2)
     labels = words.clone()
     labels[:, labelled:] = -100
     torch.manual_seed(2)
@@ -71,15 +75,14 @@ def of_transformers(name: str, labelled: int, compiled: bool) -> tuple[float, fl
     for tensor in (loss, *(p.grad for p in model.parameters() if p.grad is not None)):
         dist.all_reduce(tensor)
     gradients = [[p.grad for p in one.parameters() if p.grad is not None] for one in (model, whole)]
-    logits = plans.unshard(out.logits, 1)
-    return difference([loss], [wanted.loss.detach()]), difference([logits], [wanted.logits.detach()]), difference(*gradients)
+    results = [loss, plans.unshard(out.logits, 1)], [wanted.loss.detach(), wanted.logits.detach()]
+    return [difference(*results), difference(*gradients)]
 
 
-def of_packed(given: str, compiled: bool) -> tuple[float, float] | str:
-    """(the difference of the loss, of the logits) of packed documents whose positions restart, or the error of a plan without them.
-    given: by what the plan knows the documents."""
+def of_packed(given: str, compiled: bool) -> list[float]:
+    """Packed documents whose positions restart, which a plan refuses without them. given: by what the plan knows the documents."""
     starts = [0, 130, 320]
-    words = torch.randint(0, WORDS, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    words = words_of(1)
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise((*starts, TOKENS))])[None]
     wanted = use_sparse_flash(causal_model("llama"), "causal & local(100)")(words, labels=words, position_ids=positions)
     if given == "planner":
@@ -90,13 +93,14 @@ def of_packed(given: str, compiled: bool) -> tuple[float, float] | str:
         plan = sf.context_parallel(mask, TOKENS, mesh(), block_size=64)
     model = use_sparse_flash(causal_model("llama"), plan)
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    try:
-        out = run(words, labels=words, position_ids=positions)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
+    if given == "nothing":
+        text = "position_ids must restart only where a document of the plan's mask starts"
+        assert not others_than([(text, lambda: run(words, labels=words, position_ids=positions))])
+        return []
+    out = run(words, labels=words, position_ids=positions)
     loss = out.loss.detach().clone()
     dist.all_reduce(loss)
-    return difference([loss], [wanted.loss.detach()]), difference([plan.unshard(out.logits, 1)], [wanted.logits.detach()])
+    return [difference([loss, plan.unshard(out.logits, 1)], [wanted.loss.detach(), wanted.logits.detach()])]
 
 
 def refused_by_transformers() -> list[tuple[str, str]]:
@@ -132,19 +136,17 @@ def refused_by_transformers() -> list[tuple[str, str]]:
 PACKED = {"packed": True, "masks": ("causal & local(40)", "causal"), "length": 192}
 
 
-def trained(
-    tokens: Path, folder: Path, context: int, sharding: str, until: int, changes: dict[str, object] | None = None
-) -> list[tuple[float, float, float]]:
-    """(loss, norm of the gradients, held-out loss) of each step in fp32, from the last checkpoint in the folder to another after
-    step ``until``. context: how many ranks share a sequence; 0 for a process alone. changes: of the settings."""
-    sizes = {"length": 384, "step_tokens": 1536, "micro_tokens": 384, "chunk": 384, **(changes or {})}
+def trained(tokens: Path, folder: Path, context: int, sharding: str, until: int, **changes: object) -> list[float]:
+    """The loss, norm of the gradients and held-out loss of each step in fp32, from the last checkpoint in the folder to another
+    after step ``until``. context: how many ranks share a sequence; 0 for a process alone. changes: of the settings."""
+    sizes = {"length": 384, "step_tokens": 1536, "micro_tokens": 384, "chunk": 384} | changes
     settings = check_settings(replace(SETTINGS, **sizes, steps=10, context=max(1, context)), dist.get_world_size())
     world = build_world(torch.device("cpu"), dist.get_world_size(), context) if context else World(torch.device("cpu"))
     folder.mkdir(exist_ok=True)
     run, rows = Run(settings, folder, tokens, world, sharding), []
     while run.progress.step < until:
         row = run.step()
-        rows.append((row["loss"], row["gradient_norm"], run.evaluate(3)))
+        rows += row["loss"], row["gradient_norm"], run.evaluate(3)
     run.save()
     if run.planner:
         run.planner.close()
@@ -152,11 +154,10 @@ def trained(
     return rows
 
 
-def of_tensor_parallel_heads(strategy: str) -> tuple[float, float]:
-    """(the difference of a layer's result, that of its parameters' gradients) where two ranks share the sequence, and with each of
-    them two share the heads, by PyTorch's tensor parallelism."""
+def of_tensor_parallel_heads(strategy: str) -> list[float]:
+    """Two ranks share the sequence, and with each of them two share the heads of a layer, by PyTorch's tensor parallelism."""
     mask, tokens = "causal & local(200)", 1000
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("cp", "tp"))
     torch.manual_seed(0)
     layer = sf.SparseAttention(64, 8, mask, kv_heads=4)
     x = torch.randn(2, tokens, 64)
@@ -173,21 +174,4 @@ def of_tensor_parallel_heads(strategy: str) -> tuple[float, float]:
     gradients = [p.grad.full_tensor() for p in layer.parameters()]
     for gradient in gradients:
         dist.all_reduce(gradient, group=both["cp"].get_group())
-    return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(gradients, of_one)
-
-
-def of_a_decoder(labelled: int) -> float:
-    """The difference of the gradients of parameters, summed over ranks, where only the first tokens have labels."""
-    torch.manual_seed(0)
-    model = Decoder(replace(SETTINGS, length=512))
-    words = torch.randint(0, 300, (2, 512), generator=torch.Generator().manual_seed(1))
-    labels = words.roll(-1, 1)
-    labels[:, labelled:] = IGNORED
-    model(words, labels).backward()
-    wanted = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    plans = sf.context_parallel(list(SETTINGS.masks), 512, mesh(), heads=4, kv_heads=2)
-    model(plans.shard(words, 1), plans.shard(labels, 1, fill=IGNORED), plans=plans).backward()
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-    return difference([p.grad for p in model.parameters()], wanted)
+    return [difference([plan.unshard(out, 1)], [wanted.detach()]), difference(gradients, of_one)]

@@ -1,4 +1,6 @@
-"""Runs on each rank for the tests: a plan's results against one process's, in natural order."""
+"""What each rank runs for the tests: a plan's results against one process's, in natural order.
+
+A function returns its relative differences from one process, and asserts what else it promises."""
 
 from __future__ import annotations
 
@@ -101,9 +103,10 @@ def together(plan, given, attend=None, **options) -> list[torch.Tensor]:
     return [plan.unshard(t, 2) for t in found]
 
 
-def of_one_process(name: str, dropout_p: float = 0.0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def of_one_process(name: str, dropout_p: float = 0.0, dtype: torch.dtype = torch.float32, choose=None) -> list[torch.Tensor]:
     torch.manual_seed(SEED)
-    return alone(whole_of(name), inputs(name, dtype=dtype), dropout_p=dropout_p)
+    given = inputs(name, dtype=dtype)
+    return alone(choose(*given[:2]) if choose else whole_of(name), given, dropout_p=dropout_p)
 
 
 def plan_of(name: str, strategy: str = "blocks", on=None, **more):
@@ -122,37 +125,43 @@ def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return worst
 
 
-def of_dtype(name: str, dtype: torch.dtype, **options) -> tuple[float, float]:
-    """(the worst of out, lse, dq, dk and dv, that of one process), as the relative L2 distance from one process in float64"""
+def of_dtype(name: str, dtype: torch.dtype, **options) -> list[float]:
+    """Partial results are merged with hardly more error than one process has, from float64."""
     whole = whole_of(name)
     given = [t.to(dtype) for t in inputs(name)[:4]] + inputs(name)[4:]
     given[4] = given[4].to(torch.promote_types(dtype, torch.float32))
-    exact, one = alone(whole, [t.double() for t in given]), alone(whole, given)
-    got = together(plan_of(name, **options), given)
+    exact, one, got = alone(whole, [t.double() for t in given]), alone(whole, given), together(plan_of(name, **options), given)
     assert [t.dtype for t in got] == [t.dtype for t in one]
-    distances = [[float((t - e).norm() / e.norm()) for t, e in zip(found, exact, strict=True)] for found in (got, one)]
-    return max(distances[0]), max(distances[1])
+    of_all, of_one = (max(float((t - e).norm() / e.norm()) for t, e in zip(found, exact, strict=True)) for found in (got, one))
+    assert of_all < 2 * of_one + 1e-12
+    return []
 
 
 # Kernels of float32 take three times as long to compile, and each case with dropout needs a few.
 DROPPED = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
-def compared(name: str, strategy: str, dropout_p: float = 0.0, **options) -> tuple[float, bool]:
-    """(the difference from one process, whether a second run gives the same bits). Each rank's generator is in another state; the
-    first's decides what is dropped."""
-    plan, dtype, found = plan_of(name, strategy, **options), DROPPED if dropout_p else torch.float32, []
+def compared(name: str, strategy: str, dropout_p: float = 0.0, choice_of=None, shuffled: bool = False, **options) -> list[float]:
+    """Each rank's generator is in another state; the first's decides what is dropped. A second run gives the same bits. choice_of:
+    options of ``topk_blocks``, by which queries choose. shuffled: ranks own chunks from all over the sequence, not one piece."""
+    given = inputs(name, dtype=DROPPED if dropout_p and not choice_of else torch.float32)
+
+    def choose(q, k):
+        return sf.topk_blocks(q, k, 3, block_size=32, **choice_of)
+
+    chosen = {"select": choose} if choice_of else {}
+    with patch.object(choice, "candidates", lambda *given: assignment.candidates(*given)[:: -1 if shuffled else 1]):
+        plan, found = plan_of(name, strategy, **options), []
     for _ in range(2):
         torch.manual_seed(SEED + 100 * dist.get_rank())
         with poisoned_memory():
-            found.append(together(plan, inputs(name, dtype=dtype), deterministic=True, dropout_p=dropout_p))
-    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return difference(found[0], of_one_process(name, dropout_p, dtype)), same
+            found.append(together(plan, given, deterministic=True, dropout_p=dropout_p, **chosen))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "a second run gives other bits"
+    return [difference(found[0], of_one_process(name, dropout_p, given[0].dtype, chosen.get("select")))]
 
 
-def varied(strategy: str) -> tuple[float, float]:
-    """With another size of values, a scale and sinks, and a loss of the first 100 tokens alone: (the difference of out, lse, dq,
-    dk and dv, that of the sinks' gradient)."""
+def varied(strategy: str) -> list[float]:
+    """With another size of values, a scale and sinks, and a loss of the first 100 tokens alone."""
     name = "per head, grouped"
     plan, whole = plan_of(name, strategy), whole_of(name)
     q, k, v, dout, dlse = inputs(name, V_HEAD_DIM)
@@ -161,11 +170,11 @@ def varied(strategy: str) -> tuple[float, float]:
     wanted = alone(whole, given, scale=0.3, sinks=sinks[0])
     got = together(plan, given, scale=0.3, sinks=sinks[1])
     dist.all_reduce(sinks[1].grad)
-    return difference(got, wanted), difference([sinks[1].grad], [sinks[0].grad])
+    return [difference(got, wanted), difference([sinks[1].grad], [sinks[0].grad])]
 
 
-def poisoned(strategy: str, **options) -> list[bool]:
-    """For dq, dk and dv: whether NaN in what queries that keep nothing receive changes no bit. Some of them are in shared rows."""
+def poisoned(strategy: str, **options) -> list[float]:
+    """NaN in what queries that keep nothing receive changes no bit of gradients. Some of them are in shared rows."""
     pattern = sf.from_mask_fn(lambda q, kv: (q % 7 != 3) & ((q < 40) | (abs(q - kv) < 50)))
     plan = sf.context_parallel(pattern, 700, mesh(), heads=2, kv_heads=2, block_size=32, strategy=strategy, **options)
     leaves = [plan.shard(t[:1, :2, :700], 2).requires_grad_() for t in inputs("per head")[:3]]
@@ -175,15 +184,15 @@ def poisoned(strategy: str, **options) -> list[bool]:
     given = [torch.ones_like(out), torch.ones_like(lse)]
     wanted = torch.autograd.grad((out, lse), leaves, given, retain_graph=True)
     given = [given[0].masked_fill(empty[..., None], float("nan")), given[1].masked_fill(empty, float("nan"))]
-    return [torch.equal(*both) for both in zip(torch.autograd.grad((out, lse), leaves, given), wanted, strict=True)]
+    assert all(torch.equal(*both) for both in zip(torch.autograd.grad((out, lse), leaves, given), wanted, strict=True))
+    return []
 
 
-def outlived(name: str, strategy: str, compiled: bool) -> tuple[float, list[int]]:
-    """(the difference from one process where a plan is gone before its backward pass; how many handles' owners there were before,
-    between the passes and after both)"""
+def outlived(name: str, strategy: str, compiled: bool) -> list[float]:
+    """A plan is gone before its backward pass; what that needs of it lives so long, and no longer."""
     torch._dynamo.reset()
     gc.collect()
-    counts = [len(routes._known)]
+    before = len(routes._known)
 
     def forward(q, k, v):
         plan = plan_of(name, strategy)
@@ -193,56 +202,25 @@ def outlived(name: str, strategy: str, compiled: bool) -> tuple[float, list[int]
             return plan.attention(q * 1.0, k, v, dropout_p=0.2)
 
         run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
-        return leaves, run(*leaves), plan.shard
+        return leaves, run(*leaves), plan.shard(given[3], 2)
 
     given = inputs(name)
-    torch.manual_seed(SEED)
-    leaves, out, shard = forward(*given[:3])
-    dout = shard(given[3], 2)
-    del shard
-    torch._dynamo.reset()  # compiled code keeps what it saw
-    counts.append(len(routes._known))
-    out.backward(dout)
-    gradients = [leaf.grad for leaf in leaves]
-    del out
-    counts.append(len(routes._known))
-    back = plan_of(name, strategy)
     given[4].zero_()
     torch.manual_seed(SEED)
-    wanted = alone(whole_of(name), given, dropout_p=0.2)[2:]
-    return difference([back.unshard(t, 2) for t in gradients], wanted), counts
-
-
-def differentiated_twice() -> str:
-    """Returns the error of a second backward pass."""
-    plan = plan_of("causal")
-    q, k, v = (plan.shard(t, 2).requires_grad_() for t in inputs("causal")[:3])
-    (dq,) = torch.autograd.grad(plan.attention(q, k, v).sin().sum(), q, create_graph=True)
-    return error_of(dq.sum().backward)
-
-
-def selected(name: str, shuffled: bool, dropout_p: float = 0.0, **options) -> tuple[float, bool]:
-    """Does as ``compared``; queries choose their blocks by these options of ``topk_blocks``. shuffled: ranks own chunks from all
-    over the sequence, instead of one piece each."""
-
-    def select(q, k):
-        return sf.topk_blocks(q, k, 3, block_size=32, **options)
-
-    with patch.object(choice, "candidates", lambda *given: assignment.candidates(*given)[:: -1 if shuffled else 1]):
-        plan, found = plan_of(name, "heads"), []
-    for _ in range(2):
-        torch.manual_seed(SEED + dist.get_rank())
-        with poisoned_memory():
-            found.append(together(plan, inputs(name), select=select, dropout_p=dropout_p))
-    given = inputs(name)
+    leaves, out, dout = forward(*given[:3])
+    torch._dynamo.reset()  # compiled code keeps what it saw
+    assert len(routes._known) > before
+    out.backward(dout)
+    del out
+    assert compiled or len(routes._known) == before
+    back = plan_of(name, strategy)
     torch.manual_seed(SEED)
-    wanted = alone(select(*given[:2]), given, dropout_p=dropout_p)
-    assert plan.ranks == 1 or (plan._local.order is None) == (not shuffled and plan.tokens * plan.ranks == plan.q_len)
-    return difference(found[0], wanted), all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    wanted = alone(whole_of(name), given, dropout_p=0.2)[2:]
+    return [difference([back.unshard(leaf.grad, 2) for leaf in leaves], wanted)]
 
 
-def of_a_layer(fullgraph: bool, dropout_p: float, select: bool = False) -> tuple[float, float]:
-    """(the difference of a layer's result, that of its parameters' gradients summed over ranks)"""
+def of_a_layer(compiled: bool = False, dropout_p: float = 0.0, select: bool = False) -> list[float]:
+    """A layer whose mask is a plan; a copy of the layer shares it."""
     torch.manual_seed(0)
     how = {"select": {"keep": 3, "block_size": 64}} if select else {"mask": "causal & local(200)"}
     layer = sf.SparseAttention(64, 4, kv_heads=2, dropout_p=dropout_p, **how)
@@ -256,29 +234,19 @@ def of_a_layer(fullgraph: bool, dropout_p: float, select: bool = False) -> tuple
     plan = sf.context_parallel("causal & local(200)", 1000, mesh(), **options)
     layer.mask = plan
     assert sf.SparseAttention(64, 4, plan, kv_heads=2, dropout_p=dropout_p, select=how.get("select")).mask is plan
-    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if fullgraph else layer
+    assert copy.deepcopy(layer).mask is plan
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     torch.manual_seed(SEED + dist.get_rank())
     out = run(plan.shard(x, 1))
     (out.sin() * plan.exists[:, None]).sum().backward()
     for p in layer.parameters():
         dist.all_reduce(p.grad)
     of_all = [p.grad for p in layer.parameters()]
-    return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(of_all, of_one)
+    return [difference([plan.unshard(out, 1)], [wanted.detach()]), difference(of_all, of_one)]
 
 
-def copied() -> bool:
-    """Whether a copy of a layer, as of an average of a model's parameters, shares its plan."""
-    plans = sf.context_parallel(["causal", "local(100)"], 1000, mesh())
-    layers = torch.nn.ModuleList([sf.SparseAttention(16, 2, plan) for plan in plans])
-    layers.plans = plans
-    copies = copy.deepcopy(layers)
-    of_plans = copies.plans is plans and copy.copy(plans[0]) is plans[0]
-    return of_plans and all(one.mask is plan for one, plan in zip(copies, plans, strict=True))
-
-
-def compiled(plans: int, **options) -> tuple[float, int]:
-    """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape, in a model
-    that computes before and after the call."""
+def compiled(plans: int, **options) -> list[float]:
+    """Plans of one shape are one graph, of a model that computes before and after the call; against calls that are not compiled."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     torch.manual_seed(0)
@@ -289,18 +257,19 @@ def compiled(plans: int, **options) -> tuple[float, int]:
         return out @ weights[1], lse
 
     graph = torch.compile(attend, fullgraph=True, backend=counter)
-    worst = 0.0
+    worst = []
     for number in range(plans):
         pattern = sf.local(4 + 3 * number) | sf.global_tokens(1 + number)
         plan = sf.context_parallel(pattern, 350, mesh(), heads=4, kv_heads=4, block_size=16, **options)
         given = [plan.shard(t[:1, :, :350], 2) for t in inputs("per head")]
         eager, got = (results(lambda q, k, v, run=run, plan=plan: run(q, k, v, plan), *given) for run in (attend, graph))
-        worst = max(worst, difference(got, eager))
-    return worst, counter.frame_count
+        worst.append(difference(got, eager))
+    assert counter.frame_count == 1
+    return worst
 
 
-def checkpointed(name: str, policy: str) -> float:
-    """The difference from one process with dropout, whose seed is drawn again where it is recomputed. policy: "all": everything is
+def checkpointed(name: str, policy: str) -> list[float]:
+    """With dropout, whose seed is drawn again where it is recomputed. policy: "all": everything is
     recomputed; "operator": everything but what the operator returns."""
     plan = plan_of(name)
 
@@ -315,16 +284,7 @@ def checkpointed(name: str, policy: str) -> float:
 
     torch.manual_seed(SEED + dist.get_rank())
     got = together(plan, inputs(name), lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False, **more))
-    return difference(got, of_one_process(name, 0.2))
-
-
-def on_two_dimensions(name: str, strategy: str) -> float:
-    """The difference on dp x cp, each cp group with a sequence of its own."""
-    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
-    plan = plan_of(name, strategy, both["cp"])
-    factor = 1 + both["dp"].get_local_rank()
-    given = [t * factor for t in inputs(name)]
-    return difference(together(plan, given), alone(whole_of(name), given))
+    return [difference(got, of_one_process(name, 0.2))]
 
 
 def error_of(call) -> str:
@@ -349,19 +309,34 @@ def refused(by_rank: dict[int, dict[str, object]]) -> str:
 
 
 def refused_calls() -> list[tuple[str, str]]:
-    """Calls that a plan cannot make are refused; see ``others_than``."""
-    plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
-    q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
-    layer = sf.SparseAttention(16, 2, plan)
-    of_heads = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, strategy="heads")
-    chosen = sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, every=1)
-    both = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("dp", "cp"))
+    """Plans and calls that cannot be; see ``others_than``."""
+    here, both = mesh(), init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("dp", "cp"))
+
+    def planned(mask="causal", on=here, **options):
+        return sf.context_parallel(mask, 1000, on, **{"block_size": 64} | options)
+
+    plan, of_heads = planned(heads=4, kv_heads=2), planned(heads=4, kv_heads=2, strategy="heads")
     explained = of_heads.explain() + plan.explain()
     assert all(text in explained for text in ("strategy 'heads'", "\nheads  ", "\nblocks  ", "MiB received"))
+    q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
+    learned = q.clone().requires_grad_()
+    (dq,) = torch.autograd.grad(plan.attention(learned, k, v).sin().sum(), learned, create_graph=True)
+    layer = sf.SparseAttention(16, 2, plan)
+    chosen = sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, block_size=64, every=1)
+    compiled = sf.compile_mask("causal", 1000, block_size=32)
     calls = [
-        ("mesh must have one dimension, all of whose", lambda: sf.context_parallel("causal", 1000, both)),
-        ("got 2 ('dp', 'cp'); name one", lambda: sf.context_parallel("causal", 1000, both)),
-        ("does not support softcap", lambda: plan.attention(q, k, v, softcap=1.0)),
+        ("mesh must have one dimension, all of whose", lambda: planned(on=both)),
+        ("got 2 ('dp', 'cp'); name one", lambda: planned(on=both)),
+        ("kv_heads must divide heads; got 3 and 4", lambda: planned(strategy="heads", heads=4, kv_heads=3)),
+        ("got 2 ranks and 3 kv_heads", lambda: planned(strategy="heads", heads=3)),
+        ("strategy must be 'auto', 'blocks', 'queries' or 'heads'; got 'ring'", lambda: planned(strategy="ring")),
+        ("in which a few block rows visit more than half", lambda: planned("local(64)", strategy="queries")),
+        ("kv_heads must come with heads=; got kv_heads=2 alone", lambda: planned(kv_heads=2)),
+        ("link_rate must be a positive number of bytes per second; got 'fast'", lambda: planned(link_rate="fast")),
+        ("one block_size, the unit that ranks own; got 32", lambda: planned([compiled, "causal"])),
+        ("made before there are queries; got a BlockSelection, which queries choose", lambda: planned(chosen)),
+        ("overlap must be True, False or None; got 'yes'", lambda: planned(overlap="yes")),
+        ("differentiable once", lambda: dq.sum().backward()),
         ("this plan's strategy is 'blocks'; pass strategy='heads'", lambda: plan.attention(q, k, v, select=chosen)),
         ("as topk_blocks does; got Tensor", lambda: of_heads.attention(q, k, v, select=lambda q, k: q)),
         ("a BlockSelection does not take dropout_p", lambda: of_heads.attention(q, k, v, select=chosen, dropout_p=0.1)),
@@ -384,27 +359,28 @@ def refused_calls() -> list[tuple[str, str]]:
 BY_LAYER = ["causal", "causal & local(100)", "butterfly(block=64)", "causal & (local(100))", "causal"]
 
 
-def of_layers(strategy: str) -> tuple[float, list[list[bool]]]:
-    """(the worst difference from one process over layers of several masks, [which layers share the first layer's plan, which the
-    second's, which the tokens of all])"""
+def of_layers(strategy: str) -> list[float]:
+    """Layers of one mask share a plan, and all of them the tokens; copies share both."""
     options = {"heads": 4, "kv_heads": 4, "block_size": 64, "strategy": strategy}
-    plans, worst = sf.context_parallel(BY_LAYER, 1000, mesh(), **options), 0.0
+    plans, worst = sf.context_parallel(BY_LAYER, 1000, mesh(), **options), []
     given = [t[:, :, :1000] for t in inputs("per head")]
     for plan, mask in zip(plans, BY_LAYER, strict=True):
         whole = sf.compile_mask(mask, 1000, block_size=64, device=DEVICE)
-        worst = max(worst, difference(together(plan, given), alone(whole, given)))
-    same = [[plan is plans[layer] for plan in plans] for layer in (0, 1)]
-    return worst, [*same, [plan.positions is plans.positions for plan in plans]]
+        worst.append(difference(together(plan, given), alone(whole, given)))
+        assert plan.positions is plans.positions and copy.copy(plan) is plan
+    assert [[plan is plans[layer] for plan in plans] for layer in (0, 1)] == [[1, 0, 0, 0, 1], [0, 1, 0, 1, 0]]
+    assert copy.deepcopy(plans) is plans
+    return worst
 
 
 DOCUMENTS = [[0, 70, 333, 334, 900, 1000], [0, 1000], [0, *range(90, 900, 90)], [0, 512, 1000]]
 
 
-def of_a_planner() -> tuple[float, int, list[bool]]:
-    """Masks by layer, and documents that change with each step, all submitted at first: (the worst difference from one process, how
-    many graphs were compiled, whether positions count from their documents' starts)."""
+def of_a_planner() -> list[float]:
+    """Masks by layer, and documents that change with each step, all submitted at first: one graph. Positions count from the starts
+    of documents."""
     torch._dynamo.reset()
-    counter, worst, placed = CompileCounterWithBackend("aot_eager"), 0.0, []
+    counter, worst = CompileCounterWithBackend("aot_eager"), []
 
     @torch.compile(fullgraph=True, backend=counter)
     def attend(plan, q, k, v):
@@ -421,31 +397,41 @@ def of_a_planner() -> tuple[float, int, list[bool]]:
                 whole = sf.compile_mask(apart, 1000, block_size=64, device=DEVICE)
                 assert torch.equal(plan.mask.to_dense(), whole.to_dense())
                 got = together(plan, given, partial(attend, plan))
-                worst = max(worst, difference(got, alone(whole, given)))
+                worst.append(difference(got, alone(whole, given)))
             starts, token = torch.tensor(cu_seqlens), torch.arange(1000)
             in_document = token - starts[torch.searchsorted(starts, token, right=True) - 1]
-            placed.append(torch.equal(plans.unshard(plans.document_positions, 0), in_document))
-    return worst, counter.frame_count, placed
+            assert torch.equal(plans.unshard(plans.document_positions, 0), in_document)
+    assert counter.frame_count == 1
+    return worst
 
 
-def refused_documents() -> dict[str, str]:
-    """Returns a planner's errors for documents that do not fit, or that ranks do not share, by name; and then a plan that fits."""
-    said, rank = {}, dist.get_rank()
-    options = {"heads": 2, "block_size": 64, "strategy": "heads"}
-    with sf.ContextParallel(mesh(), "causal", 1000, **options) as planner:
-        submitted = {
-            "too long": [0, 1001],
-            "falling": [0, 10, 5],
-            "of one rank": [0, 1001] if rank == 1 else [0, 1000],
-            "other": [0, 500, 1000] if rank == 0 else [0, 400, 1000],
-            "right": [0, 1000],
-        }
-        coming = {name: planner.submit(cu_seqlens) for name, cu_seqlens in submitted.items()}
-        for name, pending in coming.items():
-            said[name] = error_of(pending.result) or repr(pending.result())
+def refused_documents() -> list[tuple[str, str]]:
+    """A planner's errors for documents that do not fit, or that ranks do not share, and then a plan that fits; see
+    ``others_than``."""
+    rank = dist.get_rank()
+    too_long = "must end by the planner's q_len=1000; got 1001"
+    submitted = [
+        (too_long, [0, 1001]),
+        ("must not decrease", [0, 10, 5]),
+        (f"{'' if rank else 'rank 1: ValueError: '}cu_seqlens {too_long}", [0, 1000 + rank]),
+        ("cu_seqlens is of 2 documents to token 1000", [0, 500 - 100 * rank, 1000]),
+        ("on rank 0", [0, 500 - 100 * rank, 1000]),
+    ]
+    with sf.ContextParallel(mesh(), "causal", 1000, heads=2, block_size=64, strategy="heads") as planner:
+        pending = [(text, planner.submit(documents)) for text, documents in submitted]
+        right = planner.submit([0, 1000])
+        calls = [(text, one.result) for text, one in pending]
+        failed = others_than(calls)
+        plan = repr(right.result())
+        assert plan.startswith("ContextPlan(1000 tokens over 2 ranks, 512 on each, strategy 'heads'") and f"is rank {rank}" in plan
         long = ValueError("\U0001f600" * 2000) if rank == 1 else {}
-        said["long"] = error_of(agreement.Agreement(long, planner._group).check)
-    said["closed"] = error_of(lambda: planner.submit([0, 1000]))
-    for name, mask, tokens in (("table", sf.compile_mask("causal", 1000), 1000), ("no mask", [], 1000), ("length", "causal", 0)):
-        said[name] = error_of(lambda mask=mask, tokens=tokens: sf.ContextParallel(mesh(), mask, tokens))
-    return said
+        said = error_of(agreement.Agreement(long, planner._group).check)
+        assert rank == 1 or ("rank 1: ValueError: \U0001f600" in said and len(said) < 1024)
+    whole = sf.compile_mask("causal", 1000)
+    calls = [
+        ("this planner is closed", lambda: planner.submit([0, 1000])),
+        ("combine with documents; got BlockMask", lambda: sf.ContextParallel(mesh(), whole, 1000)),
+        ("must name at least one mask", lambda: sf.ContextParallel(mesh(), [], 1000)),
+        ("q_len must be a positive integer number of tokens; got 0", lambda: sf.ContextParallel(mesh(), "causal", 0)),
+    ]
+    return failed + others_than(calls)

@@ -27,12 +27,7 @@ class Pool:
         # Forks of a process that has imported everything start at once.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(
-            [
-                "sparse_flash.parallel",
-                "torch._dynamo.testing",
-                "sparse_flash.integrations.transformers",
-                "transformers.models.llama",
-            ]
+            ["torch._dynamo.testing", "sparse_flash.integrations.transformers", "transformers.models.llama"]
         )
         pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pipes]

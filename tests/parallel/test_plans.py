@@ -6,7 +6,7 @@ import torch
 from on_ranks import CASES, whole_of
 
 import sparse_flash as sf
-from sparse_flash.parallel.assignment import Assignment, Visits, blocks_per_chunk, candidates, improve_owners
+from sparse_flash.parallel.assignment import Visits, blocks_per_chunk, candidates, improve_owners
 from sparse_flash.parallel.choice import choose_strategies
 from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes
 from sparse_flash.parallel.estimates import block_times
@@ -14,24 +14,10 @@ from sparse_flash.parallel.planning import PlannedSequence, PlanOptions, plan_se
 from sparse_flash.parallel.routes import BlockExchange, LocalMask
 
 
-def options(name: str, ranks: int):
-    """(a mask, ways to assign its tokens)"""
-    mask = whole_of(name).to("cpu")
-    visits = Visits.from_mask(mask, blocks_per_chunk(mask.grid.q_blocks, mask.block_size, ranks))
-    found = candidates([visits], [1], ranks)
-    return mask, [owners.with_visits(visits) for owners in (*found, improve_owners(found[0], [visits], [1], 1.0))]
-
-
 def of_all_heads(mask: sf.BlockMask) -> torch.Tensor:
     """(heads, q_len, kv_len) bool"""
     dense = mask.to_dense()
     return dense[None] if dense.dim() == 2 else dense[0]
-
-
-def sent_to(assignment: Assignment, rank: int) -> list[np.ndarray]:
-    """The blocks that each rank sends one."""
-    outgoing = map(assignment.outgoing, range(assignment.ranks))
-    return [blocks[wanted[rank]] for blocks, wanted in outgoing]
 
 
 def attended_by(part: LocalMask, shape: torch.Size) -> np.ndarray:
@@ -64,31 +50,27 @@ def test_the_columns_of_a_shared_row_are_divided_over_the_ranks_that_hold_them(n
         assert heavy.any() and part[:, heavy].any((0, 2)).all() and part.sum() < 0.6 * wanted[:, shared].sum()
 
 
-@pytest.mark.parametrize("ranks", [16])
+@pytest.mark.parametrize("ranks", [1, 7, 16])
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_gets_the_blocks_that_it_visits_and_lacks_and_no_others(name, ranks):
-    mask, found = options(name, ranks)
+def test_ranks_divide_the_tokens_and_get_the_blocks_that_they_visit_and_lack(name, ranks):
+    mask = whole_of(name).to("cpu")
     states = mask.block_states()
     visited = (states[None] if states.dim() == 2 else states[0]).amax(0).bool().numpy()
-    for assignment in found:
+    visits = Visits.from_mask(mask, blocks_per_chunk(mask.grid.q_blocks, mask.block_size, ranks))
+    found = candidates([visits], [1], ranks)
+    for owners in (*found, improve_owners(found[0], [visits], [1], 1.0)):
+        assignment = owners.with_visits(visits)
+        positions = assignment.positions(mask.q_len, mask.block_size)
+        assert np.array_equal(np.sort(positions[positions >= 0]), np.arange(mask.q_len))
+        assert all((np.diff(own[own >= 0]) > 0).all() for own in positions)
+        assert positions.shape[1] == mask.q_len if ranks == 1 else positions.shape[1] % mask.block_size == 0
+        outgoing = [assignment.outgoing(rank) for rank in range(ranks)]
         for rank, own in enumerate(assignment.blocks):
             own = own[own >= 0]
             wanted = np.setdiff1d(np.flatnonzero(visited[own].any(0)), own)
-            got = sent_to(assignment, rank)
+            got = [blocks[wanted_by[rank]] for blocks, wanted_by in outgoing]
             assert np.array_equal(np.sort(np.concatenate(got)), wanted) and assignment.received[rank] == len(wanted)
             assert all(np.isin(blocks, assignment.blocks[source]).all() for source, blocks in enumerate(got))
-
-
-@pytest.mark.parametrize("ranks", [1, 7])
-@pytest.mark.parametrize("name", CASES)
-def test_every_token_is_on_one_rank_in_order_and_all_ranks_hold_equally_many(name, ranks):
-    mask, found = options(name, ranks)
-    for assignment in found:
-        positions = assignment.positions(mask.q_len, mask.block_size)
-        held = positions[positions >= 0]
-        assert np.array_equal(np.sort(held), np.arange(mask.q_len))
-        assert all((np.diff(own[own >= 0]) > 0).all() for own in positions)
-        assert positions.shape[1] == mask.q_len if ranks == 1 else positions.shape[1] % mask.block_size == 0
 
 
 def planned(mask: str | sf.BlockMask, tokens: int, ranks: int, heads: int | None = 8, kv_heads: int | None = 8) -> PlannedSequence:
@@ -103,15 +85,11 @@ def random_documents(tokens: int, within: str = "causal") -> sf.BlockMask:
     return sf.compile_mask(sf.parse(within) & sf.documents([0, *ends[ends < tokens].tolist(), tokens]), tokens, progress=False)
 
 
-def test_windows_are_assigned_contiguously_and_get_one_window_from_others():
-    found = planned("causal & local(4096)", 1 << 18, 8)
-    assert found.strategies == ("blocks",) and found.owners.name == "contiguous"
-    assert found.costs[0]["blocks"].received == 16 * 2**20  # 4,096 tokens x 8 heads x 128 x 2 x 2 bytes
-
-
-def test_causal_is_balanced_by_zigzag():
-    found = planned("causal", 1 << 17, 8, None, None)
-    assert found.owners.name == "zigzag" and found.costs[0]["blocks"].balance == 1
+def test_windows_are_contiguous_and_get_one_window_and_causal_is_balanced_by_zigzag():
+    window, causal = planned("causal & local(4096)", 1 << 18, 8), planned("causal", 1 << 17, 8, None, None)
+    assert window.strategies == ("blocks",) and window.owners.name == "contiguous"
+    assert window.costs[0]["blocks"].received == 16 * 2**20  # 4,096 tokens x 8 heads x 128 x 2 x 2 bytes
+    assert causal.owners.name == "zigzag" and causal.costs[0]["blocks"].balance == 1
 
 
 def test_documents_of_random_lengths_are_balanced_and_move_less_than_chunks_levelled_by_work():
