@@ -245,7 +245,7 @@ options: dict[str, Any] = {"scale": scale, "return_lse": True  =>  options: dict
 @ 23 api/arguments | test_refusals api | an error of empty tensors does not say what it got
 must not be empty; got shape {tuple(tensor.shape)}")  =>  must not be empty")
 @ 24 api/call | test_refusals test_properties | checks of a call are remembered whatever the shape of v
-key = q.shape, k.shape, v.shape, types, fits,  =>  key = q.shape, k.shape, types, fits,
+(q.shape, k.shape, v.shape, q.dtype,  =>  (q.shape, k.shape, q.dtype,
 @ 25 api/layer | api/test_layer | a cache keeps the graph of keys and values that require gradients
 in enumerate((k.detach(), v.detach())):  =>  in enumerate((k, v)):
 @ 26 api/decoding_arguments | test_properties api/test_decode | scales of keys and values may have different strides
@@ -259,7 +259,7 @@ if in_differentiating_transform() or has_forward_derivative(*tensors):  =>  if i
 @ 30 variant/definition | test_properties variant | ALiBi counts queries from the first key where lengths differ
 slopes * (pairs.q_pos - pairs.key).abs()  =>  slopes * (pairs.query - pairs.key).abs()
 @ 31 variant/definition | test_properties variant | sinks are left out of lse
-total = torch.logaddexp(lse, sinks.expand_as(lse))  =>  total = lse.clone()
+total = torch.logaddexp(lse, sinks.to(lse.dtype).clamp(min=lowest)[:, None].expand_as(lse))  =>  total = lse.clone()
 @ 32 variant/definition | test_properties variant | tokens that do not exist are cleared in the caller's tensors
 return x.clone().masked_fill_(~exist[:, None, :, None], 0.0)  =>  return x.masked_fill_(~exist[:, None, :, None], 0.0)
 @ 33 variant/variant | test_properties variant dispatch | compiled code gives no gradient of rel_bias
@@ -311,7 +311,7 @@ stop = row + 1 - (q_len - kv_len) // _BLOCK if causal  =>  stop = row + 1 + (kv_
 @ 56 integrations/sdpa | test_refusals integrations/test_sdpa | causal calls with fewer queries than keys are not refused
 if q_len != kv_len:  =>  if q_len > kv_len:
 @ 57 integrations/diffusers | integrations/test_diffusers | dense steps are sparse where a cache is enabled
-layout if dense or self.keeps_all else self.mask_of(layout)  =>  layout if dense else self.mask_of(layout)
+if not (dense or self.keeps_all):  =>  if not dense:
 @ 58 tools/explain | tools/test_explain | blocks cut off by the end count as partial
 int((kept < pairs).sum())  =>  len(partial.rows)
 @ 59 cli/masks | cli/test_cli | show ignores --kv-len
