@@ -85,7 +85,7 @@ def test_long_context_reports_every_length(capsys):
 
 def test_a_pattern_added_by_its_recipe_has_20_lines_and_passes_the_tests_of_patterns(tmp_path):
     title = "Add a pattern in 20 lines"
-    follow(title, tmp_path)
+    follow(tmp_path, title)
     text = (ROOT / "CONTRIBUTING.md").read_text().partition(f"## {title}\n")[2]
     code = re.search(r"```python\n(.*?)```", text, re.S)[1]
     docstring, *_ = ast.parse(code).body

@@ -94,10 +94,10 @@ def attention(
 
     A BlockSelection takes scale, sinks and the arguments below; other changes of the call beside it raise ValueError.
 
-    Returns out, (batch, heads, q_len, v_head_dim) in q's dtype and memory order, or (out, lse). Both are differentiable in q, k and
-    v, once and in reverse mode. torch.func's transforms, forward mode and batched gradients raise NotImplementedError. A query that
-    keeps nothing has out 0, lse -inf and no gradient. Tensors may be empty, except in head_dim. Raises ValueError for arguments
-    that do not fit together, TypeError for wrong types.
+    Returns out, (batch, heads, q_len, v_head_dim) in q's dtype and memory order, or (out, lse). Both are differentiable in q, k, v,
+    rel_bias and sinks, once and in reverse mode. torch.func's transforms, forward mode and batched gradients raise
+    NotImplementedError. A query that keeps nothing has out 0, lse -inf and no gradient. Tensors may be empty, except in head_dim.
+    Raises ValueError for arguments that do not fit together, TypeError for wrong types.
     Under autocast, q, k and v are cast as for scaled_dot_product_attention.
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
