@@ -213,7 +213,7 @@ def sink_gradient(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of sinks, (heads,), from results that they have joined, and the gradients of these."""
-    if dout.is_cuda and find_spec("triton"):
+    if dout.is_cuda and lse.dtype == torch.float32 and find_spec("triton"):  # the kernel sums in float32
         from ..kernels.portable.sinks import sum_shares
 
         delta = sum_shares(dout, dlse, out, lse, sinks)
