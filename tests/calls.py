@@ -325,9 +325,10 @@ def varlen(sizes: Sizes) -> Call:
             kept[start:stop, first:last] = kept_by(sizes.spec, stop - start, last - first)
     inputs = normal(replace(sizes, batch=1, kv_len=kv_len))
     others = tuple(t.to(DEVICE) for t in bounds)
-    # What blocks without a document hold is never read, but by the reference, which multiplies whole matrices.
+    # What blocks without a document hold is never read, but by the reference, which multiplies whole matrices. The first block may
+    # be: Hopper's kernels take one empty step for queries that keep nothing.
     past = [
-        (torch.arange(t.shape[2], device=DEVICE) >= -(-int(ends[-1]) // 128) * 128)[:, None]
+        (torch.arange(t.shape[2], device=DEVICE) >= max(1, -(-int(ends[-1]) // 128)) * 128)[:, None]
         for t, ends in zip(inputs, (bounds[0], bounds[-1], bounds[-1]), strict=True)
     ]
     hidden = tuple(past) if any(t.any() for t in past) and sizes.backend != "reference" else ()

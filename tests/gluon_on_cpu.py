@@ -38,7 +38,6 @@ from triton.runtime.jit import JITCallable
 import sparse_flash as sf
 from sparse_flash.backends import Call, hopper
 from sparse_flash.backends import triton as portable_backend
-from sparse_flash.kernels.choosers import hopper_log_sums
 from sparse_flash.kernels.common.gluon import Constants
 from sparse_flash.kernels.common.tiles import Rows
 from sparse_flash.kernels.hopper import backward, forward
@@ -750,7 +749,7 @@ _by_triton = Recording.launch
 
 def _launch(recording, kernel, prepared, specialized=()):
     """In place of ``Recording.launch``. Triton interprets kernels of other back ends."""
-    if ".kernels.hopper." not in kernel.fn.__module__:
+    if "hopper" not in kernel.fn.__module__:
         return _by_triton(recording, kernel, prepared, specialized)
     run(kernel, *prepared)
 
@@ -812,7 +811,7 @@ def gluon_on_cpu(seed: int = 0):
         patch.setattr(Recording, "launch", _launch)
         for module in (forward, backward):
             patch.setattr(module, "tile_queue", lambda device: torch.zeros(2, dtype=torch.int32))
-        for module in (selection_forward, selection_backward, hopper_log_sums):
+        for module in (selection_forward, selection_backward):
             patch.setattr(module, "launch", run)
         patch.setattr(hopper, "why_unavailable", lambda: None)
         patch.setattr(hopper, "_is_hopper", lambda device: True)

@@ -28,8 +28,8 @@ import sparse_flash as sf
 from sparse_flash.choosers.built_in import Antidiagonal, Pooled, Sampled
 from sparse_flash.kernels.choosers import hopper_log_sums, log_sums, rules
 from sparse_flash.kernels.packed import rows as moved_rows
-from sparse_flash.kernels.packed import select
 from sparse_flash.kernels.selection import division
+from sparse_flash.masks.select_blocks import select_by_kernel
 
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (16, 1), (3, 3), (32, 16))
@@ -139,17 +139,17 @@ def choosers() -> None:
             features, grid = launches.features_of(shape, chooser, causal)
             for low in {0, grid.q_blocks - 1}:
                 of = replace(features, bounds=bounds), grid.kv_blocks, low, grid.q_blocks
-                scores = log_sums.scores_of_blocks(*of, causal, shape.heads > shape.kv_heads)
+                scores = log_sums.scores_of_blocks(*of, causal, shape.heads > shape.kv_heads, log_sums)
                 if not isinstance(chooser, Pooled):
-                    log_sums.scores_of_blocks(*of, causal, False, hopper_log_sums.log_sums)
+                    log_sums.scores_of_blocks(*of, causal, False, hopper_log_sums)
         words, counts = torch.zeros(grid.q_blocks, -(-grid.kv_blocks // 32), dtype=torch.int32), torch.zeros(grid.q_blocks).int()
         bits = torch.zeros(shape.batch, shape.heads, *words.shape, dtype=torch.int32)
         for rule in ("keep", "mass", "floor", "relative", "budget"):
-            rules.apply_rule(scores, words, words, counts, bits, 0, rule, 0.5)
+            rules.apply_rule(scores, words, words, counts, bits, 0, rule, 0.5, rule == "keep")
         table = compile_mask("causal", shape.q_len, shape.kv_len, 64)
         whole = torch.zeros(shape.batch * shape.heads, *grid.shape, dtype=torch.bool)
-        for maps, by_key in product((bits.flatten(0, 1), whole), (False, True)):
-            select.select_entries(maps, table.by_key if by_key else table.by_query, by_key, grid.shape, 2048)
+        for maps in (bits.flatten(0, 1), whole):
+            select_by_kernel(maps, table.by_query, table.by_key, grid.shape, 2048)
 
 
 def selections() -> None:

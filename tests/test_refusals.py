@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from calls import ENTRIES, one_rank
+from calls import DEVICE, ENTRIES, one_rank
 from torch import ones, zeros
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -375,7 +375,8 @@ TABLES = (
     row("decode_in_eight_bits", V, r"float32 of shape \(batch, kv_heads\), or \(batch, kv_heads, capacity\).* of shape \(4, 2\)",
         k_scale=ones(4, 2), v_scale=ones(4, 2)),
     row("decode_in_eight_bits", V, "it reads e4m3 caches of an even head_dim; got 15 and 15 of v", backend="triton",
-        q=QUERY[..., :15], k=E4M3[..., :15], v=E4M3[..., :15]),
+        q=QUERY[..., :15].to(DEVICE), **dict.fromkeys("kv", E4M3[..., :15].to(DEVICE)),
+        **dict.fromkeys(("k_scale", "v_scale"), ones(2, 2, device=DEVICE))),
     row("decode_in_eight_bits", V, "got torch.float64", k_scale=ones(2, 2).double(), v_scale=ones(2, 2).double()),
     row("decode_in_eight_bits", V, "gradient, and has none; detach it", v_scale=learned(ones(2, 2))),
     row("decode_in_eight_bits", V, "belong to a cache of torch.float8_e4m3fn; got k of torch.float32; leave", k=K, v=K),

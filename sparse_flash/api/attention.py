@@ -14,7 +14,7 @@ from ..selection.block_selection import BlockSelection
 from ..selection.operators import attend_to_picks, block_lse
 from ..variant.definition import with_sinks
 from ..variant.variant import ScoreFunction
-from .call import build_call, observers
+from .call import build_call, observe
 from .keywords import answers_unknown_keywords, keyword_error
 
 
@@ -110,12 +110,12 @@ def attention(
     )
     variant_arguments: dict[str, Any] = {}
     if not is_plain:
-        variant_arguments = {"dropout_p": dropout_p, "kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts}
-        variant_arguments |= {"q_starts": q_starts, "softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
-        variant_arguments |= {"score_mod": score_mod, "score_params": score_params, "sinks": sinks}
+        of_variant: dict[str, Any] = {"dropout_p": dropout_p, "kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts}
+        of_variant |= {"q_starts": q_starts, "softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
+        of_variant |= {"score_mod": score_mod, "score_params": score_params, "sinks": sinks}
+        variant_arguments = {name: value for name, value in of_variant.items() if value is not None}
     call = build_call(q, k, v, mask, scale, deterministic, backend, precision, variant_arguments)
-    for observe in observers:
-        observe(call.mask, q, k)
+    observe(call.mask, q, k)
     if isinstance(call.mask, BlockSelection):
         return _attend_to_selection(call, call.mask, return_lse, return_block_lse)
     if return_block_lse:

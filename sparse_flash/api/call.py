@@ -41,16 +41,23 @@ from .shared import SharedSequence
 # computes under, after choosers have chosen: a table, or the pattern that it is compiled from.
 observers: list[Callable[[Any, torch.Tensor, torch.Tensor], None]] = []
 
+
+def observe(mask: object, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Tells the observers. q, k: of a batch, or packed documents, (tokens, heads, head_dim)."""
+    for observer in observers:
+        observer(mask, *(operators.documents_as_batch(t) if t.dim() == 3 else t for t in (q, k)))
+
+
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 
 # The shapes, dtypes and devices that ``check_tensors`` has passed, and the back end chosen for each call so far, by everything that
 # checks and choice depend on. At _MOST_CHOSEN entries all are dropped. Entries never go stale: what back ends support on a device
 # does not change while a process runs.
 _fitting_shapes: dict[tuple[object, ...] | None, None] = {}
-_chosen_backends: dict[tuple[object, ...] | None, str] = {}
+chosen_backends: dict[tuple[object, ...] | None, str] = {}
 _MOST_CHOSEN = 4096
 register_clear(_fitting_shapes.clear)
-register_clear(_chosen_backends.clear)
+register_clear(chosen_backends.clear)
 
 
 def build_call(
@@ -93,7 +100,7 @@ def build_call(
     if compiling or shapes not in _fitting_shapes:
         check_tensors(q, k, v, may_be_empty=is_empty)
         if not compiling and not looks_transposed(q, k):  # each such call is warned of
-            _remember(_fitting_shapes, shapes, None)
+            remember(_fitting_shapes, shapes, None)
     variant = build_variant(q, k, **variant_arguments) if variant_arguments else None
     if spec is not None:
         if chooses:
@@ -119,7 +126,7 @@ def build_call(
         # Everything that the checks and the choice of a back end depend on.
         of_table = None if table is None else (table.fits, isinstance(kernel_table, BlockMask) and kernel_table.block_size)
         key = shapes, of_table, variant and variant.kinds, deterministic, backend, precision
-    chosen = _chosen_backends.get(key)
+    chosen = chosen_backends.get(key)
     if chosen is None:
         if isinstance(table, BlockMask):
             check_mask(table, q, k)
@@ -127,12 +134,13 @@ def build_call(
                 _warn_that_dense_is_as_fast()
         chosen = backend_for(q, k, v, kernel_table, variant, deterministic, backend, precision)
         if key is not None and chosen != "auto":  # which stays if a graph breaks within this function
-            _remember(_chosen_backends, key, chosen)
+            remember(chosen_backends, key, chosen)
     scale = resolve_scale(scale, q.shape[3])
     return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, chosen, variant, precision)
 
 
-def _remember(known: dict[Any, Any], key: object, value: object) -> None:
+def remember(known: dict[Any, Any], key: object, value: object) -> None:
+    """Adds to ``_fitting_shapes`` or ``chosen_backends``."""
     if len(known) >= _MOST_CHOSEN:
         known.clear()
     known[key] = value

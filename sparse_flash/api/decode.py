@@ -15,16 +15,27 @@ from ..masks.block_mask import BlockMask
 from ..masks.cache import convert_foreign_mask, fake_mask_if_needed, keep_if_captured, run_in_thread, to_traceable
 from ..masks.compiler import compile_up_to
 from ..masks.fit import check_fit, parse_if_names_tokens
-from ..masks.memory import cached_until_cleared
+from ..masks.memory import cached_until_cleared, register_clear
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern
 from ..patterns import causal, full, local
 from ..selection.block_selection import BlockSelection
 from ..selection.decode import decode, supports
 from .arguments import autocast_applies, check_selected_heads, check_types, resolve_scale
-from .call import DEFAULT_BLOCK_SIZE, observers
-from .decoding_arguments import MAX_QUERIES, check_cache_lengths, check_cache_scales, check_decoding_mask, check_decoding_tensors
+from .call import DEFAULT_BLOCK_SIZE, chosen_backends, observe, remember
+from .decoding_arguments import (
+    MAX_QUERIES,
+    check_cache_lengths,
+    check_cache_scales,
+    check_decoding_mask,
+    check_decoding_tensors,
+    check_no_gradient,
+)
 from .keywords import answers_unknown_keywords, keyword_error
+
+# The shapes, dtypes and devices that ``check_decoding_tensors`` has passed.
+_fitting_shapes: dict[Any, None] = {}
+register_clear(_fitting_shapes.clear)
 
 
 @answers_unknown_keywords(keyword_error)
@@ -84,13 +95,18 @@ def attention_decode(
     Sources: arXiv:2309.06180 (paged caches), https://pytorch.org/blog/flash-decoding (keys shared among programs).
     """
     check_types(q, k, v)
-    check_decoding_tensors(q, k, v, block_table)
+    compiling, has_pages = torch.compiler.is_compiling(), block_table is not None
+    key: Any = None if compiling else (has_pages, *((t.shape, t.dtype, t.device) for t in (q, k, v)))
+    if compiling or key not in _fitting_shapes:
+        check_decoding_tensors(q, k, v, block_table)
+        if not compiling:
+            remember(_fitting_shapes, key, None)
+    check_no_gradient(q, k, v)
     kv_lens, kv_starts, block_table = check_cache_lengths(q, k.shape[2], kv_lens, kv_starts, block_table)
     k_scale, v_scale = check_cache_scales(q, k, k_scale, v_scale, block_table)
     scale = resolve_scale(scale, q.shape[3])
     capacity = backends.cache_capacity(k, block_table)
-    for observe in observers:
-        observe(mask, q, k)
+    observe(mask, q, k)
     if 0 in q.shape or capacity == 0:
         _check_empty_call(mask, capacity, q, backend)
         out, lse = operators.make_empty_results(q, k[:0].to(q.dtype), v[:0].to(q.dtype), None)
@@ -103,7 +119,12 @@ def attention_decode(
         out, lse = decode(q, k, v, mask, kv_lens, block_table, scale, name, (k_scale, v_scale))
     else:
         mask, is_causal = _resolve_mask(mask, capacity, q, kv_lens, kv_starts)
-        name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, None if mask is None else mask.block_size))
+        block_size = None if mask is None else mask.block_size
+        key = key and (key, block_size, backend)
+        known = chosen_backends.get(key)
+        name = known or backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, block_size))
+        if known is None and not compiling:
+            remember(chosen_backends, key, name)
         call = q, k, v, mask, kv_lens, block_table, is_causal, scale, name
         out, lse = operators.attention_decode(*call, k_scale, v_scale, kv_starts)
     return (out, lse) if return_lse else out

@@ -35,11 +35,6 @@ def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
         )
     else:
         check_alike(q, k, v, cast="cast q with .to({1})")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError(
-            "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
-            "torch.no_grad()"
-        )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k and v must agree in all but head_dim; got {tuple(k.shape)} and {tuple(v.shape)}")
     if q.shape[3] != k.shape[3]:
@@ -51,6 +46,14 @@ def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
         raise ValueError(
             f"attention_decode takes up to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use sparse_flash.attention for "
             "more"
+        )
+
+
+def check_no_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(
+            "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
+            "torch.no_grad()"
         )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..compat.pytorch import is_plain_eager
+from ..dispatch import operators
+from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
 from ..masks.cache import to_traceable
 from ..masks.fit import check_fit, parse_if_names_tokens
@@ -17,10 +21,13 @@ from ..packed.kept import kept_of_documents
 from ..packed.repack import Axis, Packed, PackedDocuments, repack_documents
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
-from .arguments import cast_for_autocast, check_types
+from .arguments import cast_for_autocast, check_types, resolve_deterministic
 from .attention import attention
+from .call import build_call, observe
 from .document_arguments import check_packed, resolve_longest, to_documents
 from .keywords import answers_unknown_keywords, keyword_error
+
+_HASHABLE = int, float, str, np.integer, type(None)
 
 
 @answers_unknown_keywords(keyword_error)
@@ -79,9 +86,9 @@ def attention_varlen(
     """
     check_types(q, k, v)
     q, k, v = cast_for_autocast(q, k, v)
-    check_packed(q, k, v)
     options: dict[str, Any] = {"scale": scale, "return_lse": True, "deterministic": deterministic, "backend": backend}
     if isinstance(mask, PackedSelection):
+        check_packed(q, k, v)
         _check_packed_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         selection, axis = mask.to_block_axis()
         q, k, v = map(axis.to_blocks, (q, k, v))
@@ -95,6 +102,41 @@ def attention_varlen(
     if not isinstance(mask, (Pattern, str)):
         hint = "; a BlockMask has one length, so pass the pattern that it was compiled from" * (type(mask).__name__ == "BlockMask")
         raise TypeError(f"mask must be a Pattern, its spec text or None; got {type(mask).__name__}{hint}")
+    settings = mask, max_seqlen_q, max_seqlen_k, scale, resolve_deterministic(deterministic), backend
+    starts = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    prepare = partial(_prepare, q, k, v, cu_seqlens_q, cu_seqlens_k, *settings)
+    if all(isinstance(t, torch.Tensor) for t in starts) and all(isinstance(each, _HASHABLE) for each in settings[1:]):
+        # All that ``_prepare`` depends on besides cu_seqlens.
+        of_tensors = [(t.shape, t.dtype, t.device) for t in (q, k, v)]
+        call, packed = kept_of_documents(starts, (*settings, cu_seqlens_k is None, *of_tensors), prepare)
+    else:
+        call, packed = prepare(lambda function: function())
+    if packed is None:
+        call = call._replace(q=q, k=k, v=v)
+        observe(call.mask, q, k)
+        out, lse = operators.attend_to_documents(call)
+        return (out, lse) if return_lse else out
+    q, k, v = packed.queries.to_blocks(q), packed.keys.to_blocks(k), packed.keys.to_blocks(v)
+    return _unpack_results(attention(q, k, v, packed.mask, **options), packed.queries, return_lse)
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    mask: Pattern | str,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    scale: float | None,
+    deterministic: bool,
+    backend: str,
+    run: Callable[[Callable[[], Any]], Any],
+) -> tuple[AttentionCall, Packed | None]:
+    """Checks a call, and makes its table. Returns (the call in place, without tensors; None), or documents that are to be moved.
+    run: see ``kept_of_documents``."""
+    check_packed(q, k, v)
     same = cu_seqlens_k is None or (len(k) == len(q) and _has_same_documents(cu_seqlens_q, cu_seqlens_k))
     if same and len(k) != len(q):
         raise ValueError(f"q has {len(q)} tokens and k {len(k)}; pass cu_seqlens_k, which says where k's documents start")
@@ -113,19 +155,14 @@ def attention_varlen(
     elif q.device.type == "cpu" and (named := parse_if_names_tokens(mask)) is not None:
         for lengths in zip(queries.cu_seqlens.diff().tolist(), keys.cu_seqlens.diff().tolist(), strict=True):
             check_fit(named, *lengths)
-    if 0 in q.shape or 0 in k.shape:  # then any mask will do, and attention computes none
-        packed: Any = mask
-    else:
-        of_keys = None if same else keys
-        key = mask, *queries[1:], *keys[1:], same
-        packed = kept_of_documents((queries.cu_seqlens, keys.cu_seqlens), key, partial(_pack, mask, queries, of_keys))
-    if isinstance(packed, Packed):
-        q, k, v = packed.queries.to_blocks(q), packed.keys.to_blocks(k), packed.keys.to_blocks(v)
-        return _unpack_results(attention(q, k, v, packed.mask, **options), packed.queries, return_lse)
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    out, lse = attention(q, k, v, packed, **options)
-    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-    return (out, lse) if return_lse else out
+    packed: Any = mask  # without tokens any will do, and attention computes none
+    if not (0 in q.shape or 0 in k.shape):
+        packed = run(partial(_pack, mask, queries, None if same else keys))
+    moved = packed if isinstance(packed, Packed) else None
+    q, k, v = map(operators.documents_as_batch, (q, k, v))
+    call = build_call(q, k, v, "full" if moved else packed, scale, deterministic, backend, None, {})
+    unused: Any = None  # of each call, and kept with none
+    return call._replace(q=unused, k=unused, v=unused), moved
 
 
 def _pack(mask: Pattern | str, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | Packed:

@@ -96,7 +96,7 @@ class Call:
     head_dim: int
     block_size: int | None  # None: dense
     deterministic: bool = False
-    features: tuple[str, ...] = ()  # ``Variant.features()``, and ``EIGHT_BITS``
+    features: tuple[str, ...] = ()  # ``Variant.features``, and ``EIGHT_BITS``
     score_mod: ScoreFunction | None = None
     v_head_dim: int = 0  # 0: head_dim, the one of q and k
     score_params: tuple[torch.dtype, ...] = ()
@@ -129,7 +129,7 @@ class Call:
             head_dim=q.shape[3],
             block_size=block_size,
             deterministic=deterministic,
-            features=(() if variant is None else variant.features()) + (() if precision is None else (EIGHT_BITS,)),
+            features=(() if variant is None else variant.features) + (() if precision is None else (EIGHT_BITS,)),
             score_mod=None if variant is None else variant.score_mod,
             v_head_dim=v.shape[3],
             score_params=() if variant is None else tuple(t.dtype for t in variant.score_params),

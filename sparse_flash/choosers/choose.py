@@ -168,28 +168,28 @@ def mask_by_scores(
     """The mask of ``within & (scored(keep) | always)``, for any block size. scores: (batch, heads, q_blocks, kv_blocks), float32
     or wider."""
     kept, limits = _init_maps(scores, within, always, grid)
-    _add_kept_blocks(kept, scores, limits, 0, "keep", keep)
+    _add_kept_blocks(kept, scores, limits, 0, ("keep", keep), False)
     return from_block_maps(kept, grid, resolve_within(within, grid, scores.device))
 
 
 def _apply_choice(choice: HeadChoice, content: Content) -> Tensor:
     """The blocks that a choice keeps, as ``_init_maps`` returns them."""
     kept, limits = _init_maps(content.q, choice.within, choice.always, content.grid)
-    for chooser in choice.choosers:
+    for number, chooser in enumerate(choice.choosers):
         for low, _, scores in _iter_scores(chooser, content, kept.dtype != torch.bool):
-            _add_kept_blocks(kept, _mask_missing_keys(scores, content), limits, low, *chooser.rule)
-    return kept
+            _add_kept_blocks(kept, _mask_missing_keys(scores, content), limits, low, chooser.rule, number > 0)
+    return kept if choice.choosers else kept.copy_(limits.forced)
 
 
 def _init_maps(like: Tensor, within: MaskLike | None, always: MaskLike | None, grid: BlockGrid) -> tuple[Tensor, Limits]:
-    """(the blocks that are kept in any case, limits): (batch, heads, q_blocks, kv_blocks) bool, or bits if kernels choose, see
+    """(blocks to keep, limits): (batch, heads, q_blocks, kv_blocks) bool, none yet, or bits if kernels choose, uninitialized, see
     ``rules_kernels.pack_block_bits``. like: (batch, heads, ...)."""
     # The limits of patterns are computed once; a BlockMask may differ on each call.
     is_fixed = all(mask is None or isinstance(mask, (Pattern, str)) for mask in (within, always)) and not is_recorded(like.device)
     limits = (_cached_limits if is_fixed else _make_limits)(within, always, grid, like.device, _can_use_kernels(like))
     # Made of ``like``, so that under vmap maps have its dimensions too.
-    kept = like.new_zeros((*like.shape[:2], *limits.forced.shape), dtype=limits.forced.dtype)
-    return kept.bitwise_or_(limits.forced), limits
+    make = like.new_zeros if limits.forced.dtype == torch.bool else like.new_empty
+    return make((*like.shape[:2], *limits.forced.shape), dtype=limits.forced.dtype), limits
 
 
 def _make_limits(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid, device: torch.device, as_bits: bool) -> Limits:
@@ -206,20 +206,23 @@ def _make_limits(within: MaskLike | None, always: MaskLike | None, grid: BlockGr
     forced, counts = forced & allowed, allowed.sum(1)
     if as_bits:
         allowed, forced = rules_kernels.pack_block_bits(allowed), rules_kernels.pack_block_bits(forced)
-    return Limits(allowed, forced, counts)
+    return Limits(allowed, forced, counts, {})
 
 
 _cached_limits = cached_until_cleared(maxsize=64)(_make_limits)
 
 
-def _add_kept_blocks(kept: Tensor, scores: Tensor, limits: Limits, first: int, rule: str, number: int | float) -> None:
-    """Adds the blocks that a rule keeps to ``kept``. scores: of the rows from ``first`` on, of heads or of key heads."""
+def _add_kept_blocks(
+    kept: Tensor, scores: Tensor, limits: Limits, first: int, rule: tuple[str, int | float], after_others: bool
+) -> None:
+    """Adds the blocks that a rule keeps to ``kept``, and those that are kept in any case. scores: of the rows from ``first`` on, of
+    heads or of key heads. after_others: whether these rows have blocks of other choosers."""
     if kept.dtype == torch.bool:
         some = slice(first, first + scores.shape[2])
-        mine = rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], rule, number)
+        mine = rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], *rule)
         torch.unflatten(kept, 1, (mine.shape[1], -1))[:, :, :, some] |= mine[:, :, None]
     else:
-        rules_kernels.add_kept_blocks(scores, limits, kept, first, rule, number)
+        rules_kernels.write_kept_blocks(scores, limits, kept, first, *rule, after_others)
 
 
 def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iterator[tuple[int, int, Tensor]]:
@@ -250,6 +253,8 @@ def _make_scorer(chooser: Chooser, content: Content, with_kernels: bool) -> tupl
 
 def _mask_missing_keys(scores: Tensor, content: Content) -> Tensor:
     """Scores, -inf of the blocks that have no existing key."""
+    if content.starts is None and content.ends is None:
+        return scores
     size = content.grid.block_size
     first = torch.arange(content.grid.kv_blocks, device=scores.device) * size
     if content.starts is not None:

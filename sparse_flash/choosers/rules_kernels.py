@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from ..backends import hopper
-from ..kernels.common.layout import as_contiguous_rows
-from ..kernels.common.streams import current_device
 from ..masks.grid import BlockGrid
 from .features import Features
-from .rules_torch import Limits, count_kept_blocks
+from .rules_torch import Limits
 
 _MOST_BYTES = 1 << 29  # of log-sums and scores held at a time
 
@@ -30,24 +26,22 @@ def q_blocks_per_chunk(features: Features, batch_heads: int, grid: BlockGrid) ->
 
 def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str, shared: bool) -> Tensor:
     """Returns what ``rules_torch.score_blocks`` returns; if ``shared``, the largest over the heads of each group."""
-    from ..kernels.choosers.log_sums import scores_of_blocks
+    from ..kernels.choosers import log_sums
 
-    features = replace(features, rows=as_contiguous_rows(features.rows), columns=as_contiguous_rows(features.columns))
-    by, device = None, features.rows.device
+    by, device = log_sums, features.rows.device
     if hopper.runs_on(device):
         from ..kernels.choosers import hopper_log_sums
 
-        by = hopper_log_sums.log_sums if hopper_log_sums.supports(features.rows, features.per_kv_block) else None
-    with current_device(device):
-        return scores_of_blocks(features, grid.kv_blocks, low, high, reduce == "mean", shared, by)
+        by = hopper_log_sums if hopper_log_sums.supports(features.rows, features.per_kv_block) else log_sums
+    return log_sums.scores_of_blocks(features, grid.kv_blocks, low, high, reduce == "mean", shared, by)
 
 
-def add_kept_blocks(scores: Tensor, limits: Limits, bits: Tensor, first: int, rule: str, number: int | float) -> None:
-    """Adds the blocks that a rule keeps to bits, (batch, heads, q_blocks, words) int32. scores: (batch, heads | kv_heads, rows,
-    kv_blocks) float32, of the rows from ``first`` on."""
+def write_kept_blocks(scores: Tensor, limits: Limits, bits: Tensor, first: int, rule: str, number: int | float, adds: bool) -> None:
+    """Writes the blocks that a rule keeps to bits, (batch, heads, q_blocks, words) int32, or adds them. scores: (batch, heads |
+    kv_heads, rows, kv_blocks) float32, of the rows from ``first`` on."""
     from ..kernels.choosers.rules import apply_rule
 
-    some = slice(first, first + scores.shape[2])
-    counts = count_kept_blocks(rule, number, limits.counts[some], scores.shape[1]).to(torch.int32)
-    with current_device(scores.device):
-        apply_rule(scores.contiguous(), limits.allowed[some], limits.forced[some], counts, bits, first, rule, float(number))
+    allowed, forced, numbers = limits.allowed, limits.forced, limits.numbers(rule, number, scores.shape[1])
+    if scores.shape[2] < len(numbers):
+        allowed, forced, numbers = (x[first : first + scores.shape[2]] for x in (allowed, forced, numbers))
+    apply_rule(scores.contiguous(), allowed, forced, numbers, bits, first, rule, float(number), adds)

@@ -22,12 +22,20 @@ class Limits(NamedTuple):
     """The part of a choice that does not depend on queries and keys.
 
     allowed, forced: (q_blocks, kv_blocks) bool, which blocks may be kept, and which are in any case; for kernels as bits, see
-    ``rules_kernels.pack_block_bits``. counts: (q_blocks,) int64, how many blocks of a row may be kept.
+    ``rules_kernels.pack_block_bits``. counts: (q_blocks,) int64, how many blocks of a row may be kept. made: see ``numbers``.
     """
 
     allowed: Tensor
     forced: Tensor
     counts: Tensor
+    made: dict[tuple[str, int | float, int], Tensor]
+
+    def numbers(self, rule: str, number: int | float, heads: int) -> Tensor:
+        """``count_kept_blocks`` of all rows in int32, as kernels take them, made once."""
+        key = rule, number, heads
+        if key not in self.made:
+            self.made[key] = count_kept_blocks(rule, number, self.counts, heads).to(torch.int32)
+        return self.made[key]
 
 
 def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str) -> Tensor:

@@ -43,6 +43,27 @@ def attend(call: AttentionCall):
     return make_empty_results(call.q, call.k, call.v, call.variant) if call.backend == NOTHING else _computed(call)
 
 
+def documents_as_batch(x: torch.Tensor) -> torch.Tensor:
+    """(tokens, heads, head_dim) as a batch of one, (1, heads, tokens, head_dim)."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def batch_as_documents(x: torch.Tensor) -> torch.Tensor:
+    """The reverse."""
+    return x.squeeze(0).transpose(0, 1)
+
+
+def attend_to_documents(call: AttentionCall):
+    """``attend`` on packed q, k and v, (tokens, heads, head_dim): out (tokens, heads, v_head_dim), lse (heads, tokens)."""
+    q, k, v = tensors = call[:3]
+    if call.backend != NOTHING and is_plain_eager(*tensors) and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        settings = call.table, call.scale, call.deterministic, call.backend, True
+        return _attend_directly(q, k, v, settings, None)
+    q, k, v = map(documents_as_batch, tensors)
+    out, lse = attend(call._replace(q=q, k=k, v=v))
+    return batch_as_documents(out), lse.squeeze(0)
+
+
 def make_empty_results(q, k, v, variant: Variant | None):
     """The results without queries or keys; no kernel runs, and gradients but those of sinks are 0."""
     learned = [variant.rel_bias] if variant is not None and variant.learned else []
@@ -61,7 +82,7 @@ def _computed(call: AttentionCall):
     if is_plain_eager(q, k, v, *more):
         learned = variant is not None and (variant.learned or variant.learned_sinks)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
-            return _attend_directly(q, k, v, (table, scale, deterministic, backend), variant, *more)
+            return _attend_directly(q, k, v, (table, scale, deterministic, backend, False), variant, *more)
         return backends.get_backend(backend).forward(q, k, v, table, scale, deterministic, variant)
     refuse_transforms(q, k, v, *more)
     tensors, *packed = NO_VARIANT if variant is None else variant.packed()
@@ -125,16 +146,18 @@ def needs_operator() -> bool:
 
 
 class _DirectAttention(torch.autograd.Function):
-    """The operator's autograd without dispatch, which costs more host time than a short call takes on the GPU."""
+    """The operator's autograd without dispatch, which costs more host time than a short call takes on the GPU. So do views that
+    autograd sees: those of packed documents are made here."""
 
     @staticmethod
     def forward(ctx, q, k, v, call, variant, *more):
-        mask, scale, deterministic, backend = ctx.call = call
-        out, lse = backends.get_backend(backend).forward(q, k, v, mask, scale, deterministic, variant)
+        mask, scale, deterministic, backend, of_documents = ctx.call = call
+        tensors = map(documents_as_batch, (q, k, v)) if of_documents else (q, k, v)
+        out, lse = backends.get_backend(backend).forward(*tensors, mask, scale, deterministic, variant)
         ctx.save_for_backward(q, k, v, out, lse, *more)
         ctx.packed = None if variant is None else variant.packed()[1:]
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (batch_as_documents(out), lse.squeeze(0)) if of_documents else (out, lse)
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -147,9 +170,12 @@ class _DirectAttention(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx, dout, dlse):
         q, k, v, out, lse, *more = ctx.saved_tensors
-        mask, scale, deterministic, backend = ctx.call
+        mask, scale, deterministic, backend, of_documents = ctx.call
         if dout is None and dlse is None:
             return (None,) * (5 + len(more))
+        if of_documents:
+            q, k, v = map(documents_as_batch, (q, k, v))
+            dout, dlse = dout if dout is None else documents_as_batch(dout), dlse if dlse is None else dlse.unsqueeze(0)
         variant = None if ctx.packed is None else Variant.unpacked(more, *ctx.packed)
         results = *prepare_upstream(dout, dlse, out, lse), q, k, v, out, lse
         if needs_operator():  # since the forward pass
@@ -158,7 +184,7 @@ class _DirectAttention(torch.autograd.Function):
         else:
             grads = _all_gradients(backends.get_backend(backend), *results, mask, scale, deterministic, variant)
         of_variant = [] if variant is None else variant.gradients(*grads[3:])
-        return (*grads[:3], None, None, *of_variant)
+        return (*(map(batch_as_documents, grads[:3]) if of_documents else grads[:3]), None, None, *of_variant)
 
 
 _attend_directly = resolve_apply(_DirectAttention)  # no function transform is active where ``is_plain_eager``

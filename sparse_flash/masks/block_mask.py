@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -86,6 +86,9 @@ class BlockMask(metaclass=_ShowsPublicNames):
     from_host: bool = False
     document_order: bool = False
     slow: bool = False
+
+    # The mask whose blocks these are a choice of, made on the device: then launches are kept with that one, for all such masks.
+    selected_from: ClassVar[BlockMask | None] = None
 
     if TYPE_CHECKING:  # ``methods`` defines what makes masks, above this module and the compiler, and attaches it
         from_blocks = staticmethod(methods.from_blocks)

@@ -38,18 +38,29 @@ def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> B
         both = select_tables(maps.flatten(0, 1), [*within.by_query, *within.by_key], grid.kv_blocks)
         by_query, by_key = Table(*both[: len(both) // 2]), Table(*both[len(both) // 2 :])
     else:
-        by_query, by_key = _select_both(maps.flatten(0, 1), within.by_query, within.by_key, grid.shape)
-    return BlockMask(
+        by_query, by_key = _select_both(maps.flatten(0, 1), within.by_query, within.by_key, grid.shape, within)
+    index = _number_masks if is_recorded(maps.device) else _lasting_numbers
+    mask = BlockMask(
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         block_size=grid.block_size,
         keeps_all=False,
-        mask_index=torch.arange(batch * heads, dtype=torch.int32, device=maps.device).view(batch, heads),
+        mask_index=index(batch, heads, maps.device),
         by_query=by_query,
         by_key=by_key,
         tile_runs=within.tile_runs,
         tile_bits=within.tile_bits,
     )
+    vars(mask)["selected_from"] = within
+    return mask
+
+
+def _number_masks(batch: int, heads: int, device: torch.device) -> torch.Tensor:
+    """(batch, heads) int32, a mask for each head."""
+    return arange_int32(batch * heads, device).view(batch, heads)
+
+
+_lasting_numbers = cached_until_cleared(maxsize=64)(_number_masks)
 
 
 @torch.library.custom_op(operator_name("select_tables"), mutates_args=())
@@ -79,9 +90,12 @@ def _(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int) -> list[to
     return [maps.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 
-def _select_both(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int]) -> list[Table]:
+def _select_both(
+    maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], within: BlockMask | None = None
+) -> list[Table]:
+    """within: see ``select_by_kernel``."""
     if can_launch_kernel(maps):
-        return select_by_kernel(maps.contiguous(), by_query, by_key, shape, _entry_capacity(maps, by_query))
+        return select_by_kernel(maps.contiguous(), by_query, by_key, shape, _entry_capacity(maps, by_query), within)
     return select_in_torch(maps, by_query, by_key, shape)
 
 

@@ -47,13 +47,15 @@ def _select_entries(maps: torch.Tensor, table: Table) -> tuple[RowArrays, tuple[
     return (new_ptr, new_split.view(masks, rows, 2), order), (cols[:size], tiles[:size])
 
 
-def select_by_kernel(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], room: int) -> list[Table]:
-    """``select_in_torch`` by kernels. room: the most blocks that all maps may keep."""
-    from ..kernels.packed.select import select_entries
+def select_by_kernel(
+    maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], room: int, within: object = None
+) -> list[Table]:
+    """``select_in_torch`` by kernels. room: the most blocks that all maps may keep. within: the BlockMask of the tables, with which
+    launches are kept; None: they are not."""
+    from ..kernels.packed.select import select_tables
 
-    sides = [select_entries(maps, table, by_key is table, shape, room) for table in (by_query, by_key)]
-    work = build_work(sides[0][:3], sides[1][:3], shape[1], shape[0])
-    return [Table(*side, *own) for side, own in zip(sides, work, strict=True)]
+    of_splits = most_splits(shape[1]), most_splits(shape[0]), *split_limits()
+    return [Table(*made) for made in select_tables(maps, by_query, by_key, shape, room, of_splits, within)]
 
 
 def build_work(by_query: RowArrays, by_key: RowArrays, longest: int, k_longest: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

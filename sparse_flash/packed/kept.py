@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,15 +20,16 @@ _kept = WeakIdKeyDictionary()
 register_clear(_kept.clear)
 
 
-def kept_of_documents(starts: tuple[torch.Tensor, torch.Tensor], key: tuple, make: Callable[[], MADE]) -> MADE:
-    """``make()``, or what it returned before for the same tensors with the same values and the same key.
+def kept_of_documents(starts: tuple[torch.Tensor, torch.Tensor], key: tuple, make: Callable[[Callable], MADE]) -> MADE:
+    """``make(run)``, or what it returned before for the same tensors with the same values and the same key.
 
     starts: cu_seqlens of queries and of keys. On a GPU their versions say whether values changed, so tensors without one, of
-    inference mode, are made of anew, as they are for each stream; and where a graph records operations. make: refers to neither.
+    inference mode, are made of anew, as they are for each stream; and where a graph records operations. make: makes tensors that
+    are kept within ``run``; what it returns refers to neither of starts.
     """
     queries, keys = starts
     if not is_plain_eager(*starts) or is_recorded(queries.device) or any(t.is_inference() for t in starts):
-        return make()
+        return make(lambda function: function())
     stream = None
     if queries.is_cuda:
         stream = torch.cuda.current_stream(queries.device)
@@ -45,10 +46,13 @@ def kept_of_documents(starts: tuple[torch.Tensor, torch.Tensor], key: tuple, mak
         if len(made) >= _MOST_OF_ONE:
             made.clear()
 
-        def make_on_stream() -> MADE:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                return make()
+        def run(function: Callable[[], Any]) -> Any:
+            def on_stream() -> Any:
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
+                    return function()
+
+            return run_in_thread(on_stream)
 
         others = None if keys is queries else keys  # their ids are part of the key; the queries' own would never be freed
-        made[key] = others, run_in_thread(make_on_stream)
+        made[key] = others, make(run)
     return made[key][1]

@@ -106,9 +106,9 @@ def _of_functions(in_torch: _TorchScore, *paths: tuple[str, str] | None) -> Scor
     return ScoreFunction(*functions)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Variant:
-    """Holds the rest of a call beside its mask. ``build_variant`` creates it and checks its values.
+    """Holds the rest of a call beside its mask. ``build_variant`` creates it and checks its values. Immutable.
 
     seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout. q_positions, kv_positions: (tokens / 16,)
     int32, for dropout of a part of a sequence: the position in the whole of the first of each 16 tokens, which stay together, a
@@ -119,6 +119,9 @@ class Variant:
     learned: whether rel_bias needs a gradient. softcap: 0 for none. score_mod, score_params: the user's own function and its
     tensors. sinks: (heads,), the logit of each head that joins its softmax, after everything else; every back end supports it.
     learned_sinks: whether it needs a gradient.
+
+    names: of the tensors present, without score_params, in the order in which they cross an operator's boundary. features: the
+    arguments of ``attention`` that a back end must support for this call.
     """
 
     seed: torch.Tensor | None = None
@@ -138,38 +141,33 @@ class Variant:
     batch_heads: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     learned_sinks: bool = False
+    names: tuple[str, ...] = field(init=False, repr=False)
+    features: tuple[str, ...] = field(init=False, repr=False)
 
-    @property
-    def lengths(self) -> bool:
-        """Whether some tokens may not exist."""
-        return any(getattr(self, name) is not None for name in LENGTHS)
+    def __post_init__(self) -> None:
+        self.names = tuple(name for name in _TENSORS if getattr(self, name) is not None)
+        used = [name for name in self.names if name in _NAMED]
+        used += ["dropout_p"] * (self.seed is not None)
+        used += [PARTIAL_DROPOUT] * (self.q_positions is not None or self.batch_heads is not None)
+        used += ["softcap"] * bool(self.softcap) + ["score_mod"] * (self.score_mod is not None) + [LEARNED] * self.learned
+        self.features = tuple(used)
 
     @property
     def scored(self) -> bool:
         """Whether scores are more than scaled products."""
-        return bool(self.softcap) or any(t is not None for t in (self.alibi_slopes, self.rel_bias, self.score_mod))
-
-    def features(self) -> tuple[str, ...]:
-        """The arguments of ``attention`` that a back end must support for this call."""
-        used = [name for name in _NAMED if getattr(self, name) is not None]
-        used += ["dropout_p"] if self.seed is not None else []
-        used += [PARTIAL_DROPOUT] if any(getattr(self, name) is not None for name in _DROPOUT_POSITIONS) else []
-        used += ["softcap"] if self.softcap else []
-        used += ["score_mod"] if self.score_mod is not None else []
-        return (*used, LEARNED) if self.learned else tuple(used)
+        return bool(self.softcap) or self.alibi_slopes is not None or self.rel_bias is not None or self.score_mod is not None
 
     @property
     def kinds(self) -> tuple[object, ...]:
         """What back ends go by when they accept or refuse a call."""
-        return self.features(), self.score_mod, tuple(t.dtype for t in self.score_params), self.softcap
+        return self.features, self.score_mod, tuple(t.dtype for t in self.score_params), self.softcap
 
     def tensors(self) -> list[torch.Tensor]:
-        return [t for t in (*(getattr(self, name) for name in _TENSORS), *self.score_params) if t is not None]
+        return [*(getattr(self, name) for name in self.names), *self.score_params]
 
     def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
         """In the form an operator takes: ``tensors()``, the names of those present, dropout_p, softcap."""
-        names = [name for name in _TENSORS if getattr(self, name) is not None]
-        names += [LEARNED] * self.learned + [_LEARNED_SINKS] * self.learned_sinks
+        names = [*self.names, *[LEARNED] * self.learned, *[_LEARNED_SINKS] * self.learned_sinks]
         if self.score_mod is not None:
             names.append(f"={self.score_mod.name}")
         return self.tensors(), " ".join(names), self.dropout_p, self.softcap
@@ -200,7 +198,7 @@ class Variant:
     @property
     def without_sinks(self) -> Variant | None:
         """None if there is nothing else, else the variant, whose sinks are then to be ignored."""
-        return self if self.features() else None
+        return self if self.features else None
 
 
 NO_VARIANT: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
@@ -231,9 +229,7 @@ def build_variant(
         for name, value in lengths.items()
         if value is not None
     }
-    check_dropout(dropout_p)
-    share = min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
-    if share:
+    if share := _dropout_share(dropout_p):
         given["dropout_p"] = share / _DROPOUT_STEPS
         given["seed"] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
     if softcap is not None:
@@ -245,8 +241,8 @@ def build_variant(
     if score_mod is not None:
         _check_score_mod(score_mod)
         given["score_mod"] = score_mod
-    if params := _check_score_params(score_params, score_mod, q):
-        given["score_params"] = params
+    if not isinstance(score_params, tuple) or len(score_params) > 0:
+        given["score_params"] = _check_score_params(score_params, score_mod, q)
     if sinks is not None:
         check_sinks(sinks, q)
         given["sinks"], given["learned_sinks"] = sinks.contiguous(), sinks.requires_grad
@@ -341,6 +337,14 @@ def check_dropout(dropout_p: object) -> None:
     check_number("dropout_p", dropout_p, _ONE_NUMBER)
     if not 0.0 <= cast(float, dropout_p) < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
+
+
+def _dropout_share(dropout_p: float) -> int:
+    """The share of weights that are dropped, in steps."""
+    if isinstance(dropout_p, float) and dropout_p == 0.0:
+        return 0
+    check_dropout(dropout_p)
+    return min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
 
 
 def check_number(name: str, value: object, what: str = "a number") -> None:

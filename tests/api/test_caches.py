@@ -39,9 +39,9 @@ def test_clearing_empties_every_memory_of_calls():
     modules = [module for name, module in sys.modules.items() if name.startswith("sparse_flash.")]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, functools._lru_cache_wrapper)}
     bounded = [value for value in found if value.cache_parameters()["maxsize"] is not None]
-    assert api_call._chosen_backends and len([value for value in bounded if value.cache_info().currsize]) >= 7
+    assert api_call.chosen_backends and len([value for value in bounded if value.cache_info().currsize]) >= 7
     sf.clear_caches()
-    assert not api_call._chosen_backends and [value for value in bounded if value.cache_info().currsize] == []
+    assert not api_call.chosen_backends and [value for value in bounded if value.cache_info().currsize] == []
     assert all(map(torch.equal, calls(), before))
 
 

@@ -67,11 +67,12 @@ def by_kernel(scores, allowed, forced, rule, number, copies=1, before=None, firs
     limits = rules_torch.Limits(
         *(torch.nn.functional.pad(rules_kernels.pack_block_bits(x), pad) for x in (allowed, forced)),
         torch.nn.functional.pad(allowed.sum(1), (first, 0)),
+        {},
     )
     bits = torch.zeros(batch, heads * copies, first + count, -(-blocks // 32), dtype=torch.int32, device=DEVICE)
     if before is not None:
         bits |= rules_kernels.pack_block_bits(torch.from_numpy(before).to(DEVICE))
-    rules_kernels.add_kept_blocks(scores, limits, bits, first, rule, number)
+    rules_kernels.write_kept_blocks(scores, limits, bits, first, rule, number, adds=before is not None)
     return unpacked(bits, blocks)
 
 

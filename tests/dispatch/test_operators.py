@@ -211,8 +211,8 @@ class Calls(torch.nn.Module):
         )
 
 
-# Compiles for seconds. On a CPU, as what AOTInductor compiles for a GPU ends the process.
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+# Compiles for seconds. On machines without a GPU alone: with one, torch 2.11 ends the process while it loads the program.
+@pytest.mark.skipif(not shutil.which("g++") or torch.cuda.is_available(), reason="needs a C++ compiler and a machine without a GPU")
 def test_a_program_that_aotinductor_compiles_runs(tmp_path):
     lens, bounds = torch.tensor([150]), torch.tensor([0, 90, TOKENS], dtype=torch.int32)
     given = *plain_inputs(device="cpu"), lens, bounds, torch.zeros(1, 2, TOKENS, 1, dtype=torch.int32)

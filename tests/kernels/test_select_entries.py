@@ -40,7 +40,7 @@ def test_kernels_select_the_entries_that_operations_select(within, lengths, size
     maps = (torch.rand(masks, *grid.shape, generator=torch.Generator().manual_seed(seed)) < density).to(DEVICE)
     limit = resolve_within(within, grid, maps.device)
     room = masks * len(limit.by_query.col_idx)
-    with heavy_rows_split(), mock.patch.object(select, "_ENTRIES", step or select._ENTRIES):
+    with heavy_rows_split(), mock.patch.object(select, "_TOGETHER", step or select._TOGETHER):
         wanted = select_in_torch(maps, limit.by_query, limit.by_key, grid.shape)
         found = select_by_kernel(pack_block_bits(maps) if bits else maps, limit.by_query, limit.by_key, grid.shape, room)
     for ours, theirs in zip(found, wanted, strict=True):

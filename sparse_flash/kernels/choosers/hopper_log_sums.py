@@ -23,7 +23,7 @@ from ..hopper.descriptors import gluon_descriptor
 from ..hopper.products import stage_pieces, start_pieces_product
 from ..hopper.ring import Ring, new_linked_ring, new_ring
 from ..hopper.ring import allocate_tiles as tiles_of
-from ..launch.launch import launch
+from ..launch.launch import Recording
 from .log_sums import UNSEEN_BELOW, UNSEEN_PRODUCT
 
 GROUP_ROWS = gl.constexpr(64)
@@ -277,11 +277,17 @@ def supports(rows: torch.Tensor, per_kv_block: int) -> bool:
     return rows.dtype in (torch.float16, torch.bfloat16) and rows.shape[3] in (64, 128) and per_kv_block >= 4
 
 
-def log_sums(features, sums: torch.Tensor, first: int, count: int) -> None:
-    """Does what ``log_sums.log_sums`` does."""
-    span, until, bounds, (batch, heads, _, dim) = features.span, features.until, features.bounds, features.rows.shape
+def prepare(features) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns as the kernel takes them, (batch, heads, rows, span * dim)."""
+    span = features.span
     rows, columns = (as_addressable(_in_spans(x, span) if span > 1 else x) for x in (features.rows, features.columns))
-    keys = max(features.per_kv_block, 128 if span == 1 else 256)
+    return rows, columns
+
+
+def launch_log_sums(recording: Recording, features, rows, columns, sums: torch.Tensor, first: int, count: int) -> None:
+    """Does what ``log_sums.launch_log_sums`` does."""
+    span, until, bounds, (batch, heads) = features.span, features.until, features.bounds, rows.shape[:2]
+    dim, keys = rows.shape[3] // span, max(features.per_kv_block, 128 if span == 1 else 256)
     of_blocks = features.per_q_block, features.per_kv_block
     shape = LogSumShape(dim, span, *of_blocks, bounds is not None, keys, (4 if span == 1 else 2) * 128 // dim)
     arguments = [gluon_descriptor(x, [1, 1, size, WIDTH.value]) for x, size in ((rows, GROUP_ROWS.value), (columns, keys))]
@@ -289,7 +295,7 @@ def log_sums(features, sums: torch.Tensor, first: int, count: int) -> None:
     arguments += [until, until if bounds is None else bounds, sums, batch * heads, heads, heads // columns.shape[1]]
     arguments += [first, count, sums.shape[3], chunk, features.factor * LOG2_E.value]
     grid = triton.cdiv(count, shape.ROWS) * batch * heads * triton.cdiv(columns.shape[2], chunk), 1
-    launch(hopper_log_sums_kernel, grid, arguments, {"SHAPE": Constants(shape)}, {"num_warps": 4})
+    recording.launch(hopper_log_sums_kernel, (grid, arguments, {"SHAPE": Constants(shape)}, {"num_warps": 4}))
 
 
 def _in_spans(x: torch.Tensor, span: int) -> torch.Tensor:

@@ -4,15 +4,17 @@ For each row, and each block of columns, the base-2 logarithm of the sum of exp2
 A block's share of the row is then exp2(log-sum - the row's log-sum).
 """
 
-from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 
 from ..common.config import Config, padded_head_dim
+from ..common.layout import as_contiguous_rows
 from ..common.tiles import LOG2_E
-from ..launch.launch import integers_key, launch, run_within_memory
+from ..launch.launch import Recording, integers_key, launch_or_repeat, run_within_memory
 
 UNSEEN_PRODUCT = tl.constexpr(-1.0e30)  # of products that a row does not see, finite
 UNSEEN_BELOW = tl.constexpr(-1.0e20)  # logits below this are of columns that the row does not see
@@ -173,9 +175,14 @@ def shares_kernel(
 CONFIGS = {True: Config(128, 128, 8, 2), False: Config(128, 128, 8, 3)}
 
 
-def log_sums(features, sums: torch.Tensor, first: int, count: int) -> None:
-    """Writes sums of rows first .. first + count - 1: see ``log_sums_kernel``. features: as for ``scores_of_blocks``."""
-    rows, columns, until, bounds = features.rows, features.columns, features.until, features.bounds
+def prepare(features) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns as the kernel takes them."""
+    return as_contiguous_rows(features.rows), as_contiguous_rows(features.columns)
+
+
+def launch_log_sums(recording: Recording, features, rows, columns, sums: torch.Tensor, first: int, count: int) -> None:
+    """Writes sums of rows first .. first + count - 1: see ``log_sums_kernel``. rows, columns: from ``prepare``."""
+    until, bounds = features.until, features.bounds
     batch, heads, tokens, head_dim = rows.shape
     sizes = head_dim, *rows.stride()[:3], *columns.stride()[:3]
     arguments = [rows, columns, until, until if bounds is None else bounds, sums, heads, heads // columns.shape[1]]
@@ -187,31 +194,36 @@ def log_sums(features, sums: torch.Tensor, first: int, count: int) -> None:
     def run(config: Config) -> None:
         tiles = {"TILE_M": config.tile_m, "TILE_N": max(config.tile_n, features.per_kv_block)}
         grid = triton.cdiv(count, config.tile_m) * batch * heads, 1
-        launch(log_sums_kernel, grid, arguments, constants | tiles, config.options, integers_key(sizes))
+        recording.launch(log_sums_kernel, (grid, arguments, constants | tiles, config.options), integers_key(sizes))
 
     # Wide heads take more shared memory than some chips have.
     run_within_memory(run, CONFIGS[features.span == 1], lambda: ("log_sums", rows.device, rows.dtype, *constants.values()))
 
 
-def scores_of_blocks(
-    features, kv_blocks: int, low: int, high: int, mean: bool, shared: bool, by: Callable[..., None] | None = None
-) -> torch.Tensor:
+def scores_of_blocks(features, kv_blocks: int, low: int, high: int, mean: bool, shared: bool, by: ModuleType) -> torch.Tensor:
     """(batch, heads, high - low, kv_blocks) float32, heads / group of them if ``shared``: the scores of blocks of queries low ..
-    high - 1. features: ``choosers.features.Features``, with contiguous last dimensions; bounds contiguous. by: ``log_sums``, or
-    what replaces it on a chip."""
-    (batch, heads, tokens, _), until, bounds = features.rows.shape, features.until, features.bounds
-    group, row_count, per_q_block = heads // features.columns.shape[1], triton.cdiv(tokens, features.span), features.per_q_block
-    first, end = low * per_q_block, min(high * per_q_block, row_count)
-    count = end - first
-    sums = torch.empty((batch, heads, high - low, kv_blocks, per_q_block), dtype=torch.float32, device=until.device)
-    (by or log_sums)(features, sums, first, count)
-    of_heads = heads // group if shared else heads
-    scores = sums.new_empty(batch, of_heads, high - low, kv_blocks)
+    high - 1. features: ``choosers.features.Features``; bounds contiguous. by: this module, or what replaces it on a chip."""
+    rows, columns = by.prepare(features)
+    inputs = rows, columns, features.until, *(() if features.bounds is None else (features.bounds,))
+    of_features = features.span, features.factor, features.per_q_block, features.per_kv_block
+    key = by.__name__, *of_features, kv_blocks, low, high, mean, shared
+    run = partial(_run, features, rows, columns, kv_blocks, low, high, mean, shared, by)
+    return launch_or_repeat(shares_kernel, None, key, inputs, run)[0]
+
+
+def _run(features, rows, columns, kv_blocks, low, high, mean, shared, by, recording: Recording) -> list[torch.Tensor]:
+    batch, heads = rows.shape[:2]
+    until, bounds, group, per_q_block = features.until, features.bounds, heads // columns.shape[1], features.per_q_block
+    first, of_heads = low * per_q_block, heads // group if shared else heads
+    count = min(high * per_q_block, features.row_count) - first
+    shapes = (batch, of_heads, high - low, kv_blocks), (batch, heads, high - low, kv_blocks, per_q_block)
+    scores, sums = (recording.fresh(torch.empty(shape, dtype=torch.float32, device=until.device)) for shape in shapes)
+    by.launch_log_sums(recording, features, rows, columns, sums, first, count)
     rows_at_once = triton.next_power_of_2(per_q_block)
     wide = min(8192 // max(8, rows_at_once), triton.next_power_of_2(kv_blocks))
     arguments = [sums, until, until if bounds is None else bounds, scores]
     arguments += [kv_blocks, high - low, count, heads, group, first]
     constants = {"PER_ROW": per_q_block, "PER_ROW_PAD": rows_at_once, "PER_BLOCK": features.per_kv_block}
     constants |= {"BOUNDED": bounds is not None, "MEAN": mean, "SHARED": shared, "BLOCKS": max(16, wide)}
-    launch(shares_kernel, ((high - low) * batch * of_heads, 1), arguments, constants, {"num_warps": 4})
-    return scores
+    recording.launch(shares_kernel, (((high - low) * batch * of_heads, 1), arguments, constants, {"num_warps": 4}))
+    return [scores]

@@ -3,13 +3,14 @@
 ``keep``, ``mass`` and ``budget`` look for the least score that is kept, bit by bit: the scores as integers in the same order.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch.launch import launch
+from ..launch.launch import Recording, launch_or_repeat
 
 FLOOR_RULE, RELATIVE, MASS, COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _KINDS = {"floor": FLOOR_RULE, "relative": RELATIVE, "mass": MASS, "keep": COUNT, "budget": COUNT}
@@ -97,14 +98,15 @@ def _measure_row(of, pieces, least, KIND: tl.constexpr, SIZE: tl.constexpr, BLOC
 def keep_bits_kernel(
     scores, allowed, forced, numbers, bits, rows, blocks, width, heads, first_row, all_rows, threshold,
     KIND: tl.constexpr, TOGETHER: tl.constexpr, COPIES: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """A program has a row of one head, or with TOGETHER the rows of all heads of a batch entry.
 
     scores: (batch, heads, rows, blocks) float32. allowed, forced: (rows, width) int32 of bits, what may be kept and what is in any
     case. numbers: (rows,) int32, how many blocks COUNT keeps. threshold: float32, the number of the other kinds. bits: (batch,
-    heads * COPIES, all_rows, width) int32, to which the kept blocks are added; ``first_row`` is the first that is written. SIZE:
-    elements held in registers. BLOCKS: of a row, padded to a power of two, at least 32. WHOLE: whether one piece has all.
+    heads * COPIES, all_rows, width) int32, to which the kept blocks are written, or added with ADDS; ``first_row`` is the first
+    that is written. SIZE: elements held in registers. BLOCKS: of a row, padded to a power of two, at least 32. WHOLE: whether one
+    piece has all.
     """
     row, batch_head = tl.program_id(0) % rows, tl.program_id(0) // rows
     together = heads if TOGETHER else 1
@@ -159,23 +161,32 @@ def keep_bits_kernel(
         for copy in tl.static_range(COPIES):
             of_head = ((of.batch_head + head) * COPIES + copy).to(tl.int64)
             target = bits + (of_head * all_rows + first_row + row) * width + place
-            before = tl.load(target, mask=exists, other=0)
+            before = 0
+            if ADDS:
+                before = tl.load(target, mask=exists, other=0)
             tl.store(target, before | words, mask=exists)
 
 
 def apply_rule(
-    scores: Tensor, allowed: Tensor, forced: Tensor, numbers: Tensor, bits: Tensor, first_row: int, rule: str, threshold: float
-) -> None:
-    """Adds the blocks that a rule keeps to ``bits``; see ``keep_bits_kernel``. numbers: (rows,) int32, of "keep" and "budget" how
-    many blocks of each row, of all heads together for "budget"."""
+    scores: Tensor, allowed: Tensor, forced: Tensor, numbers: Tensor, bits: Tensor, first_row: int, rule: str, threshold: float,
+    adds: bool,
+) -> None:  # fmt: skip
+    """Writes the blocks that a rule keeps to ``bits``, or adds them; see ``keep_bits_kernel``. numbers: (rows,) int32, of "keep"
+    and "budget" how many blocks of each row, of all heads together for "budget"."""
+    inputs = scores, allowed, forced, numbers, bits
+    run = partial(_run, *inputs, first_row, rule, threshold, adds)
+    launch_or_repeat(keep_bits_kernel, None, (first_row, rule, threshold, adds), inputs, run)
+
+
+def _run(scores, allowed, forced, numbers, bits, first_row, rule, threshold, adds, recording: Recording) -> None:
     batch, heads, rows, blocks = scores.shape
     together = rule == "budget"
     copies = bits.shape[1] // heads
-    arguments = [scores, allowed, forced, numbers, bits, rows, blocks, bits.shape[3], heads, first_row, bits.shape[2]]
+    arguments = [scores, allowed, forced, numbers, bits, rows, blocks, bits.shape[3], heads, first_row, bits.shape[2], threshold]
     padded = max(32, triton.next_power_of_2(blocks))
     needed = padded * triton.next_power_of_2(heads) if together else padded
     size = min(_TOGETHER, needed)
     constants = {"KIND": _KINDS[rule].value, "TOGETHER": together, "COPIES": copies, "SIZE": size, "BLOCKS": padded}
+    constants |= {"WHOLE": size == needed, "ADDS": adds}
     grid = rows * batch * (1 if together else heads), 1
-    options = {"num_warps": min(16, max(1, size // 512))}
-    launch(keep_bits_kernel, grid, [*arguments, float(threshold)], constants | {"WHOLE": size == needed}, options)
+    recording.launch(keep_bits_kernel, (grid, arguments, constants, {"num_warps": min(16, max(1, size // 512))}))

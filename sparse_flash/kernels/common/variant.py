@@ -33,7 +33,9 @@ class KernelVariant(NamedTuple):
     sinks: Any = None
 
     def tensors(self) -> list[torch.Tensor]:
-        return [] if self is NO_VARIANT else [t for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
+        if self is NO_VARIANT:
+            return []
+        return [t for t in (*self, *(self.params or ())) if t is not None and isinstance(t, torch.Tensor)]
 
 
 NO_VARIANT = KernelVariant()
@@ -73,11 +75,9 @@ def kernel_variant(
         "SCORE": variant.score_mod and variant.score_mod.triton,
         "DERIVATIVE": variant.score_mod and variant.score_mod.derivative,
     }
-    kinds = (
-        *(field is not None for field in given),
-        sinks is not None and sinks.dtype,
-        *(param.dtype for param in variant.score_params),
-    )
+    kinds = variant.names, variant.softcap > 0.0, rel_bias_gradient is not None, sinks is not None and sinks.dtype
+    if variant.score_params:
+        kinds += tuple(param.dtype for param in variant.score_params)
     return given, switches, kinds
 
 

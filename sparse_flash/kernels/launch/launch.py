@@ -223,11 +223,16 @@ def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor
     kernel: any one of the call's. key: everything that the launches depend on besides the mask, the layouts of inputs, and
     addresses; None: the call is never replayed. inputs: all tensors that take part, except the mask's and the recording's. run:
     makes the launches. It may call its launcher again, on copies of the inputs, instead of launching anything itself.
+
+    A mask whose blocks were chosen on the device is used once, and the next one has tables of the same shapes. So launches are kept
+    with the mask that the blocks were chosen from, and the tables are inputs.
     """
-    device = inputs[0].device
+    device, holder, moves = inputs[0].device, mask, getattr(mask, "selected_from", None) is not None
     if key is not None:
         key = kernel.fn, device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
-        known = launches_of(mask).get(key)
+        if moves:
+            holder, key, inputs = mask.selected_from, (*key, mask.mask_index.shape), (*inputs, *mask.tensors())
+        known = launches_of(holder).get(key)
         if known is not None:
             made = [make() for make in known.makers]
             if known.again((*inputs, *made)):
@@ -236,5 +241,5 @@ def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor
         recording = Recording()
         result = run(recording)
     if key is not None and recording.launches:
-        keep_for_replay(mask, key, inputs, recording)
+        keep_for_replay(holder, key, inputs, recording, moves)
     return result

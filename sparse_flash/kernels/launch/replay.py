@@ -24,9 +24,10 @@ from ..common.streams import current_gpu, raw_stream
 from .memory import keep_launch, launches_of
 
 
-def keep_for_replay(mask, key: tuple, inputs: tuple, recording) -> None:
+def keep_for_replay(mask, key: tuple, inputs: tuple, recording, moves: bool = False) -> None:
     """Keeps the launches of a ``Recording`` when the call is made the second time, as many masks are used only once, and if they
-    can be replayed."""
+    can be replayed. moves: whether the next call has another mask. Then, and without a mask, every tensor must be an input or the
+    recording's: what a launcher made by itself would not be made again."""
     if key not in launches_of(mask):
         keep_launch(mask, key, None)
         return
@@ -37,7 +38,9 @@ def keep_for_replay(mask, key: tuple, inputs: tuple, recording) -> None:
         if reason:
             _warn_once(reason)
             return
-    launches_of(mask)[key] = ReplayedCall(recording.launches, inputs, recording.tensors, recording.makers)
+    call = ReplayedCall(recording.launches, inputs, recording.tensors, recording.makers)
+    if not (call.has_fixed and (moves or mask is None)):
+        launches_of(mask)[key] = call
 
 
 @cache
@@ -153,8 +156,10 @@ class ReplayedCall:
         # Parameters are found by tensor. If one tensor came twice, such as q as keys too, its parameters cannot be distinguished.
         first = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
         self.same = [(first[id(t)], i) for i, t in enumerate(tensors) if first[id(t)] != i]
-        # For each tensor (launch, parameter, its tensor map or None, byte offset from the tensor). A mask's tables never move.
+        # For each tensor (launch, parameter, its tensor map or None, byte offset from the tensor). Other tensors, such as a mask's
+        # tables, never move.
         self.positions: list[list] = [[] for _ in tensors]
+        self.has_fixed = False
         self.launches = [self._prepared(*launch, tensors, len(inputs)) for launch in launches]
         self.enter = _driver().cuLaunchKernelEx
         self.stream: int | None = None
@@ -173,7 +178,9 @@ class ReplayedCall:
         for index, (kind, value) in enumerate(zip(types, values, strict=True)):
             if isinstance(value, torch.Tensor) or kind == "map":
                 base, tensor_map = value if kind == "map" else (value, None)
-                for number, offset in _find_tensors(base, tensors, inputs):
+                found = list(_find_tensors(base, tensors, inputs))
+                self.has_fixed |= not found
+                for number, offset in found:
                     self.positions[number].append((launch, index, tensor_map, offset))
                 launch.point(index, tensor_map, base.data_ptr())
             elif value is not None:

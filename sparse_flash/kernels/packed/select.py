@@ -1,15 +1,39 @@
-"""Tables of the blocks that maps keep, selected from another table's entries: counts by row, then the entries.
+"""Tables of the blocks that maps keep, selected from another mask's entries: counts by row, then the entries of both tables.
 
 The same as ``masks.select_blocks.select_in_torch`` in tensor operations, which says what the results are.
 """
+
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..launch.launch import launch
+from ..launch.launch import Recording, launch_or_repeat
+from .splits import split_rows_kernel, split_rows_launch, work_shapes
 
-_ENTRIES = 256  # of a row, read at a time
+_TOGETHER = 256  # entries of a row, or rows, read at a time
+_PARTS = 7  # tensors of a table
+
+
+class Entries(NamedTuple):
+    """The entries of a table to select from: see ``masks.table.Table``."""
+
+    row_ptr: Any
+    row_split: Any
+    index: Any
+    tiles: Any
+
+
+class Selected(NamedTuple):
+    """The parts of a table that are written."""
+
+    row_ptr: Any
+    row_split: Any
+    row_order: Any
+    index: Any
+    tiles: Any
 
 
 @triton.jit
@@ -25,10 +49,10 @@ def _is_kept(maps, mask, row, col, rows, cols, exists, BITS: tl.constexpr):
 
 
 @triton.jit
-def _load_entries(maps, index, mask, line, entry, end, rows, cols, BY_KEY: tl.constexpr, BITS: tl.constexpr):
+def _load_entries(maps, entries, mask, line, entry, end, rows, cols, BY_KEY: tl.constexpr, BITS: tl.constexpr):
     """(other axis of each entry, whether its block is kept: 0 or 1)."""
     exists = entry < end
-    other = tl.load(index + entry, mask=exists, other=0)
+    other = tl.load(entries.index + entry, mask=exists, other=0)
     if BY_KEY:
         kept = _is_kept(maps, mask, other, line, rows, cols, exists, BITS)
     else:
@@ -36,71 +60,142 @@ def _load_entries(maps, index, mask, line, entry, end, rows, cols, BY_KEY: tl.co
     return other, kept
 
 
-@triton.jit(do_not_specialize=["rows", "cols", "lines"])
-def count_entries_kernel(
-    maps, row_ptr, row_split, index, counts, rows, cols, lines,
-    BY_KEY: tl.constexpr, BITS: tl.constexpr, ENTRIES: tl.constexpr,
+@triton.jit
+def _count_row(
+    maps, entries, counts, totals, masks, mask, line, lines, rows, cols,
+    BY_KEY: tl.constexpr, BITS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """A program counts a row's kept entries: full blocks; these and run tiles; all.
-
-    maps: (masks, rows, cols) bool, or (masks, rows, ceil(cols / 32)) int32 of bits. row_ptr, row_split, index: of the table to
-    select from, whose rows are ``lines`` blocks of queries, or of keys with BY_KEY. counts: (masks, lines, 3) int32."""
-    line, mask = tl.program_id(0) % lines, tl.program_id(0) // lines
-    begin, end = tl.load(row_ptr + line), tl.load(row_ptr + line + 1)
-    runs, bits = tl.load(row_split + line * 2), tl.load(row_split + line * 2 + 1)
+    """Counts a row's kept entries: full blocks; these and run tiles; all. counts: (3, masks, lines). totals: (masks,)."""
+    begin, end = tl.load(entries.row_ptr + line), tl.load(entries.row_ptr + line + 1)
+    runs, bits = tl.load(entries.row_split + line * 2), tl.load(entries.row_split + line * 2 + 1)
     full, no_bits, total = begin * 0, begin * 0, begin * 0
-    for first in range(begin, end, ENTRIES):
-        entry = first + tl.arange(0, ENTRIES)
-        _, kept = _load_entries(maps, index, mask, line, entry, end, rows, cols, BY_KEY, BITS)
+    for first in range(begin, end, TOGETHER):
+        entry = first + tl.arange(0, TOGETHER)
+        _, kept = _load_entries(maps, entries, mask, line, entry, end, rows, cols, BY_KEY, BITS)
         full += tl.sum(tl.where(entry < runs, kept, 0))
         no_bits += tl.sum(tl.where(entry < bits, kept, 0))
         total += tl.sum(kept)
-    place = counts + (mask * lines + line).to(tl.int64) * 3
+    plane = masks.to(tl.int64) * lines
+    place = counts + mask.to(tl.int64) * lines + line
     tl.store(place, full)
-    tl.store(place + 1, no_bits)
-    tl.store(place + 2, total)
+    tl.store(place + plane, no_bits)
+    tl.store(place + 2 * plane, total)
+    tl.atomic_add(totals + mask, total, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "cols", "lines"])
-def select_entries_kernel(
-    maps, row_ptr, index, tiles, selected_ptr, selected_index, selected_tiles, rows, cols, lines,
-    BY_KEY: tl.constexpr, BITS: tl.constexpr, ENTRIES: tl.constexpr,
+@triton.jit
+def _select_row(
+    maps, entries, selected, counts, totals, masks, mask, line, lines, rows, cols,
+    BY_KEY: tl.constexpr, BITS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """A program writes a row's kept entries, in the order in which they stand. selected_ptr: (masks, lines + 1) int32. The rest as
-    for ``count_entries_kernel``."""
-    line, mask = tl.program_id(0) % lines, tl.program_id(0) // lines
-    begin, end = tl.load(row_ptr + line), tl.load(row_ptr + line + 1)
-    place = tl.load(selected_ptr + mask * (lines + 1) + line)
-    for first in range(begin, end, ENTRIES):
-        entry = first + tl.arange(0, ENTRIES)
-        other, kept = _load_entries(maps, index, mask, line, entry, end, rows, cols, BY_KEY, BITS)
+    """Writes a row's kept entries, in the order in which they stand, behind those of earlier masks and rows, and the row's place
+    among the rows of its mask, the heaviest first."""
+    plane = masks.to(tl.int64) * lines
+    of_mask = counts + mask.to(tl.int64) * lines
+    total = tl.load(of_mask + 2 * plane + line)
+    place, rank = total * 0, total * 0
+    for first in range(0, mask, TOGETHER):
+        earlier = first + tl.arange(0, TOGETHER)
+        place += tl.sum(tl.load(totals + earlier, mask=earlier < mask, other=0))
+    for first in range(0, lines, TOGETHER):
+        other = first + tl.arange(0, TOGETHER)
+        of_other = tl.load(of_mask + 2 * plane + other, mask=other < lines, other=-1)
+        place += tl.sum(tl.where(other < line, of_other, 0))
+        rank += tl.sum(((of_other > total) | ((of_other == total) & (other < line))).to(tl.int32))
+    row_ptr = selected.row_ptr + mask * (lines + 1) + line
+    tl.store(row_ptr, place)
+    if line == lines - 1:
+        tl.store(row_ptr + 1, place + total)
+    row_split = selected.row_split + (mask * lines + line).to(tl.int64) * 2
+    tl.store(row_split, place + tl.load(of_mask + line))
+    tl.store(row_split + 1, place + tl.load(of_mask + plane + line))
+    tl.store(selected.row_order + mask * lines + rank, line)
+
+    begin, end = tl.load(entries.row_ptr + line), tl.load(entries.row_ptr + line + 1)
+    for first in range(begin, end, TOGETHER):
+        entry = first + tl.arange(0, TOGETHER)
+        other, kept = _load_entries(maps, entries, mask, line, entry, end, rows, cols, BY_KEY, BITS)
         number = place + tl.cumsum(kept, 0) - 1
-        tl.store(selected_index + number, other, mask=kept != 0)
-        tile = tl.load(tiles + entry, mask=entry < end, other=0)
-        tl.store(selected_tiles + number, tile, mask=kept != 0)
+        tl.store(selected.index + number, other, mask=kept != 0)
+        tile = tl.load(entries.tiles + entry, mask=entry < end, other=0)
+        tl.store(selected.tiles + number, tile, mask=kept != 0)
         place += tl.sum(kept)
 
 
-def select_entries(
-    maps: torch.Tensor, table, by_key: bool, shape: tuple[int, int], room: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row_ptr, row_split, row_order, col_idx, tile_idx) of the entries that each map keeps: see ``masks.table.Table``.
+@triton.jit(do_not_specialize=["masks", "rows", "cols"])
+def count_entries_kernel(
+    maps, by_query, by_key, counts, totals, masks, rows, cols, BITS: tl.constexpr, TOGETHER: tl.constexpr
+):  # fmt: skip
+    """A program counts a row of one of the two tables, by query first.
 
-    maps: as ``count_entries_kernel`` takes them, contiguous. table: of one mask, its rows blocks of keys if ``by_key``. shape: rows
-    and columns of the maps. room: the most entries that may be kept in all.
+    maps: (masks, rows, cols) bool, or (masks, rows, ceil(cols / 32)) int32 of bits. by_query, by_key: ``Entries`` of one mask.
+    counts: int32, (3, masks, rows), then (3, masks, cols). totals: (2, masks) int32, zeros.
+    """
+    number = tl.program_id(0)
+    if number < masks * rows:
+        _count_row(
+            maps, by_query, counts, totals, masks, number // rows, number % rows, rows, rows, cols, False, BITS, TOGETHER
+        )  # fmt: skip
+    else:
+        number -= masks * rows
+        counts += 3 * masks.to(tl.int64) * rows
+        _count_row(
+            maps, by_key, counts, totals + masks, masks, number // cols, number % cols, cols, rows, cols, True, BITS, TOGETHER
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["masks", "rows", "cols"])
+def select_entries_kernel(
+    maps, by_query, by_key, selected, selected_by_key, counts, totals, masks, rows, cols,
+    BITS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """A program writes a row of one of the two tables. selected, selected_by_key: ``Selected``. The rest as for
+    ``count_entries_kernel``, which fills counts and totals."""
+    number = tl.program_id(0)
+    if number < masks * rows:
+        _select_row(
+            maps, by_query, selected, counts, totals, masks, number // rows, number % rows, rows, rows, cols, False, BITS, TOGETHER
+        )  # fmt: skip
+    else:
+        number -= masks * rows
+        counts += 3 * masks.to(tl.int64) * rows
+        totals += masks
+        _select_row(
+            maps, by_key, selected_by_key, counts, totals, masks, number // cols, number % cols, cols, rows, cols, True, BITS,
+            TOGETHER,
+        )  # fmt: skip
+
+
+def select_tables(
+    maps: torch.Tensor, by_query, by_key, shape: tuple[int, int], room: int, of_splits: tuple[int, int, int, int], within
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors of both tables of the entries that each map keeps: see ``masks.table.Table``.
+
+    maps: as ``count_entries_kernel`` takes them, contiguous. by_query, by_key: tables of one mask. shape: rows and columns of the
+    maps. room: the most entries that may be kept in all. of_splits: the last arguments of ``split_rows_launch``. within: the mask
+    of the tables, which keeps the launches; None if they are made for this call alone.
     """
     maps = maps if maps.dtype == torch.int32 else maps.view(torch.uint8)
-    masks, lines = maps.shape[0], table.row_ptr.shape[1] - 1
-    counts = torch.empty((masks, lines, 3), dtype=torch.int32, device=maps.device)
-    constants = {"BY_KEY": by_key, "BITS": maps.dtype == torch.int32, "ENTRIES": _ENTRIES}
-    grid, options = (masks * lines, 1), {"num_warps": 4}
-    launch(count_entries_kernel, grid, [maps, *table[:2], table.col_idx, counts, *shape, lines], constants, options)
-    total = counts[..., 2]
-    row_ptr = torch.nn.functional.pad(total.cumsum(1, dtype=torch.int32), (1, 0))
-    row_ptr[1:] += row_ptr[:-1, -1:].cumsum(0, dtype=torch.int32)
-    row_split = row_ptr[:, :-1, None] + counts[..., :2]
-    row_order = torch.argsort(total, dim=1, descending=True, stable=True).to(torch.int32)
-    index, tiles = torch.empty((2, max(2, room)), dtype=torch.int32, device=maps.device)
-    arguments = [maps, table.row_ptr, table.col_idx, table.tile_idx, row_ptr, index, tiles, *shape, lines]
-    launch(select_entries_kernel, grid, arguments, constants, options)
-    return row_ptr, row_split, row_order, index, tiles
+    key = None if within is None else (shape, room, of_splits)
+    run = partial(_run, maps, by_query, by_key, shape, room, of_splits)
+    made = launch_or_repeat(select_entries_kernel, within, key, (maps,), run)
+    return made[:_PARTS], made[_PARTS : 2 * _PARTS]
+
+
+def _run(maps, by_query, by_key, shape, room, of_splits, recording: Recording) -> list[torch.Tensor]:
+    (masks, (rows, cols)), kind = (maps.shape[0], shape), {"dtype": torch.int32, "device": maps.device}
+    made = []
+    for lines, more in ((rows, of_splits[0]), (cols, of_splits[1])):
+        shapes = (masks, lines + 1), (masks, lines, 2), (masks, lines), (max(2, room),), (max(2, room),)
+        made += [recording.fresh(torch.empty(size, **kind)) for size in (*shapes, *work_shapes(masks, lines, more))]
+    table, table_by_key = made[:_PARTS], made[_PARTS:]
+    counts = recording.fresh(torch.empty(3 * masks * (rows + cols), **kind))
+    totals = recording.each_time(partial(torch.zeros, (2, masks), **kind))
+    entries = [Entries(t.row_ptr, t.row_split, t.col_idx, t.tile_idx) for t in (by_query, by_key)]
+    selected = [Selected(*t[:5]) for t in (table, table_by_key)]
+    constants, options = {"BITS": maps.dtype == torch.int32, "TOGETHER": _TOGETHER}, {"num_warps": 4}
+    grid, sizes = (masks * (rows + cols), 1), (counts, totals, masks, rows, cols)
+    recording.launch(count_entries_kernel, (grid, [maps, *entries, *sizes], constants, options))
+    recording.launch(select_entries_kernel, (grid, [maps, *entries, *selected, *sizes], constants, options))
+    recording.launch(split_rows_kernel, split_rows_launch(table[:3], table_by_key[:3], table[5:], table_by_key[5:], *of_splits))
+    return made

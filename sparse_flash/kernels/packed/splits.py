@@ -139,23 +139,29 @@ def split_rows_kernel(
         _write_items(table, k_work, masks, line - masks, chunk, least, SPLITS, K_ROOM, ITEMS, MASKS)
 
 
-def split_rows(by_query, by_key, room: int, k_room: int, splits: int, least: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(work, splits) of each of a mask's two tables.
+def work_shapes(masks: int, rows: int, room: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """The shapes of work and splits of a table of so many rows, with room for so many splits."""
+    return (masks, rows + room, WORK_FIELDS.value), (masks, max(2, room), LINE_FIELDS.value)
 
-    by_query, by_key: (row_ptr, row_split, row_order). room, k_room: splits that each has room for, ``splits`` or 0: then rows stay
-    whole. splits, least: see ``masks.table.split_limits``.
+
+def split_rows_launch(by_query, by_key, work, work_by_key, room: int, k_room: int, splits: int, least: int):
+    """Returns (grid, arguments, constants, options).
+
+    by_query, by_key: (row_ptr, row_split, row_order). work, work_by_key: (work, splits) of each table, which are written. room,
+    k_room: splits that each has room for, ``splits`` or 0: then rows stay whole. splits, least: see ``masks.table.split_limits``.
     """
-    arguments: list = []
-    results = []
-    masks = by_query[2].shape[0]
-    for table, more in ((by_query, room), (by_key, k_room)):
-        order = table[2]
-        work = order.new_empty((masks, order.shape[1] + more, WORK_FIELDS.value))
-        lines = order.new_empty((masks, max(2, more), LINE_FIELDS.value))
-        arguments += [*table, work, lines]
-        results.append((work, lines))
-    arguments += [by_query[2].shape[1], by_key[2].shape[1], masks, least]
+    masks, rows = by_query[2].shape
+    arguments = [*by_query, *work, *by_key, *work_by_key, rows, by_key[2].shape[1], masks, least]
     constants = {"SPLITS": splits, "ROOM": room, "K_ROOM": k_room, "ITEMS": _ITEMS_TOGETHER, "MASKS": _MASKS_TOGETHER}
-    longest = max(work.shape[1] for work, _ in results)
-    launch(split_rows_kernel, (2 * masks, triton.cdiv(longest, _ITEMS_TOGETHER)), arguments, constants, {"num_warps": 4})
+    longest = max(work[0].shape[1], work_by_key[0].shape[1])
+    return (2 * masks, triton.cdiv(longest, _ITEMS_TOGETHER)), arguments, constants, {"num_warps": 4}
+
+
+def split_rows(by_query, by_key, *of_splits: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(work, splits) of each of a mask's two tables. Arguments as for ``split_rows_launch``."""
+    results = [
+        tuple(table[2].new_empty(shape) for shape in work_shapes(*table[2].shape, room))
+        for table, room in zip((by_query, by_key), of_splits, strict=False)
+    ]
+    launch(split_rows_kernel, *split_rows_launch(by_query, by_key, *results, *of_splits))
     return results
