@@ -31,17 +31,3 @@ def test_a_run_measures_every_cache_and_keeps_what_it_measured(tmp_path, capsys)
     for row in rows:
         assert row["us"] > 0 and row["error"] < 1e-5
         assert row["total"] < 1e-5 if row["cache"] == "float32" else 1e-3 < row["total"] < 0.1
-
-
-def test_a_row_that_fails_is_kept_and_the_next_one_runs(tmp_path, monkeypatch):
-    drawn = decoding.draw_cache
-
-    def too_large(batch, *sizes):
-        if batch == 2:
-            raise MemoryError("no room")
-        return drawn(batch, *sizes)
-
-    monkeypatch.setattr(decoding, "draw_cache", too_large)
-    sizes = "--tokens 64 --page 0 --what dense --heads 2 1 --head-dim 16 --batch 2 --batch 1"
-    status, data = run_program(decoding, tmp_path, sizes)
-    assert status == 0 and [row.get("out_of_memory") for row in data["rows"]] == ["MemoryError: no room", None, None, None]
