@@ -20,9 +20,7 @@ REFUSED = [
     ("cudnn-blocks", "causal", PLAIN, "full blocks"),
     ("cudnn-blocks", "full", PLAIN, "full blocks"),
     ("cudnn-blocks", "butterfly(block=32)", {"block_size": 32}, "blocks of 32"),
-    ("cudnn-blocks", "butterfly(block=64)", PLAIN | {"heads": 2, "kv_heads": 1}, "as many heads"),
     *(("fastvideo", spec, PLAIN | {"head_dim": 64}, "full blocks") for spec in ("causal", "full", "~local(200)")),
-    ("fastvideo", "butterfly(block=128)", {"head_dim": 64}, "blocks of 128"),
     ("fastvideo", "butterfly(block=64)", PLAIN, "head_dim"),
 ]
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from problems import errors_of, problem, run_program
@@ -16,7 +15,7 @@ from rich.console import Console
 
 import sparse_flash as sf
 from sparse_flash.benchmarks import calls, workload
-from sparse_flash.benchmarks.baselines import flex, registry
+from sparse_flash.benchmarks.baselines import registry
 from sparse_flash.benchmarks.measure import accuracy as check
 from sparse_flash.benchmarks.measure import noise, throughput
 from sparse_flash.benchmarks.report import page, peer_tables
@@ -41,15 +40,6 @@ def test_every_case_names_a_known_peer_and_a_readable_mask(device, quick):
         assert all(isinstance(case.mask.spec, str) or len(case.mask.spec) == case.shape.heads for case in attending)
         of_heads = [[case.mask.spec] if isinstance(case.mask.spec, str) else case.mask.spec for case in attending]
         assert all(str(sf.parse(text)) for text in {text for texts in of_heads for text in texts})
-
-
-@pytest.mark.parametrize("build", [masks.bigbird_map, masks.longformer_map])
-def test_even_maps_keep_as_many_blocks_in_rows_and_columns_alike(build):
-    kept = build(64)
-    even = masks.even_map(64, int(kept.sum()))
-    assert even.sum() == kept.sum()
-    for axis in (0, 1):
-        assert np.ptp(even.sum(axis)) <= 1 and np.ptp(kept.sum(axis)) > 40
 
 
 REFERENCE = registry.SparseFlash("reference")
@@ -84,18 +74,6 @@ def test_sampled_check_looks_at_the_call_without_gradients_too():
     errors = check.sampled_errors(p, lambda dout=None: attend(dout) if dout is not None else (torch.zeros_like(p.q),))
     assert errors["out"] > 0.05
     assert not check.is_right({"out": float("nan")}, torch.float32)
-
-
-@pytest.mark.parametrize("spec", ["causal & local(40)", "strided(3, block=7)", "global_tokens(20) | local(40)"])
-def test_flex_gets_the_same_pairs(spec):
-    p = problem(spec, block_size=32)
-    block_mask = flex.flex_block_mask(p)
-    q, kv = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")
-    blocks = block_mask.to_dense()[0, 0].bool().repeat_interleave(32, 0).repeat_interleave(32, 1)
-    # FlexAttention evaluates the rule only in partial blocks, so only kept blocks matter.
-    assert torch.equal(block_mask.mask_mod(0, 0, q, kv) & blocks, p.mask.to_dense().view(256, 256))
-    coarse = flex.flex_block_mask(flex._coarsen_table(problem("butterfly(block=64)", tokens=512, block_size=64)))
-    assert coarse.BLOCK_SIZE == (128, 128)  # which its kernels take
 
 
 def test_a_deterministic_peer_whose_gradients_differ_is_wrong(monkeypatch):

@@ -13,8 +13,6 @@ import transformers
 from on_ranks import difference, mesh, others_than
 from pool import DEVICE
 from tiny_lm import SETTINGS
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sparse_flash as sf
 from examples.train_lm.parallel import World, build_world
@@ -152,26 +150,3 @@ def trained(tokens: Path, folder: Path, context: int, sharding: str, until: int,
         run.planner.close()
     torch.use_deterministic_algorithms(False)
     return rows
-
-
-def of_tensor_parallel_heads(strategy: str) -> list[float]:
-    """Two ranks share the sequence, and with each of them two share the heads of a layer, by PyTorch's tensor parallelism."""
-    mask, tokens = "causal & local(200)", 1000
-    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("cp", "tp"))
-    torch.manual_seed(0)
-    layer = sf.SparseAttention(64, 8, mask, kv_heads=4)
-    x = torch.randn(2, tokens, 64)
-    wanted = layer(x)
-    wanted.sin().sum().backward()
-    of_one = [p.grad.clone() for p in layer.parameters()]
-    layer.zero_grad()
-    layer.mask = sf.context_parallel(mask, tokens, both["cp"], heads=4, kv_heads=2, strategy=strategy)  # of a rank
-    by_heads = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
-    parallelize_module(layer, both["tp"], by_heads | {"out_proj": RowwiseParallel()})
-    plan = layer.mask
-    out = layer(plan.shard(x, 1))
-    (out.sin() * plan.exists[:, None]).sum().backward()
-    gradients = [p.grad.full_tensor() for p in layer.parameters()]
-    for gradient in gradients:
-        dist.all_reduce(gradient, group=both["cp"].get_group())
-    return [difference([plan.unshard(out, 1)], [wanted.detach()]), difference(gradients, of_one)]
