@@ -71,8 +71,6 @@ def run(
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 1,
     learning_rate: Annotated[float | None, typer.Option(help="Its peak. [what tuning chose]")] = None,
     log_length: Annotated[bool | None, typer.Option("--log-length/--no-log-length", help="[what tuning chose]")] = None,
-    step_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 65_536,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     folder: Data = FOLDER,
     out: Annotated[Path, typer.Option(help="A JSON file for the result.")] = Path("runs/equal_time/result.json"),
     keep: Annotated[Path | None, typer.Option(help="A folder for the last checkpoint.")] = None,
@@ -84,7 +82,7 @@ def run(
         arm, shape = arm_of(name), preset_of(preset)
         how = complete_settings(preset, name, learning_rate, log_length)
         first = start and checkpoint.resolve_checkpoint(start)
-        found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, first, keep)
+        found = run_arm(name, arm, shape, how, seconds, seed, folder, world, start=first, keep=keep)
         _write(out, {"preset": preset, **found})
 
 
@@ -135,8 +133,6 @@ def tune(
     preset: Preset = "30M",
     seconds: Seconds = 90.0,
     seed: Annotated[int, typer.Option(help="One that is not reported.")] = 1000,
-    step_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 65_536,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     folder: Data = FOLDER,
     out: Annotated[Path, typer.Option(help="A folder for the results.")] = Path("runs/equal_time/tuning"),
     device: Device = "auto",
@@ -146,7 +142,7 @@ def tune(
         arm, shape, losses = arm_of(name), preset_of(preset), {}
 
         def trial(how: TunedSettings) -> None:
-            found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, tuning=True)
+            found = run_arm(name, arm, shape, how, seconds, seed, folder, world, tuning=True)
             losses[how] = min(map(evaluate.mean_loss, found["evaluations"].values()))
             scaled = "-log-length" if how.log_length else ""
             _write(out / f"{preset}-{name}-{how.learning_rate:g}{scaled}.json", {"preset": preset, **found})

@@ -34,7 +34,6 @@ Preset = Annotated[str, typer.Option(help=f"Sizes of model and task: {', '.join(
 Length = Annotated[int | None, typer.Option(help="Tokens of a sequence. [the preset's, as all sizes]")]
 Layers = Annotated[int | None, typer.Option(min=1, help="Layers of the model.")]
 Window = Annotated[int | None, typer.Option(help="Tokens that each query sees next to it.")]
-Block = Annotated[int | None, typer.Option(help="Tokens of a unit of powers and butterfly, and of a chosen block.")]
 
 
 def trial_of(preset: str, sizes: dict[str, int | None], **rest) -> Trial:
@@ -54,11 +53,10 @@ def arms(
     length: Length = None,
     layers: Layers = None,
     window: Window = None,
-    block: Block = None,
 ) -> None:
     """Prints the compared masks, what they keep, and how far they reach according to explain."""
     with user_errors():
-        base = trial_of(preset, {"length": length, "layers": layers, "window": window, "block": block})
+        base = trial_of(preset, {"length": length, "layers": layers, "window": window})
         depth = base.shape.layers
         table = Table(title=f"{depth} layers, {base.task.length:,} tokens; causal pairs in %")
         for heading in ("arm", "layers: mask", "kept", "explain: within reach after layers", "after all", "most hops"):
@@ -96,7 +94,6 @@ def train(
     ] = None,
     layers: Layers = None,
     window: Window = None,
-    block: Block = None,
     step_tokens: Annotated[int | None, typer.Option(help="Tokens of an optimizer step.")] = None,
     steps: Annotated[int, typer.Option(help="The budget in optimizer steps.")] = 0,
     seconds: Annotated[float, typer.Option(help="Instead of steps: seconds of training steps; compiling does not count.")] = 0.0,
@@ -114,7 +111,7 @@ def train(
             raise ValueError(f"--seed must name each value once; got {', '.join(map(str, seeds))}")
         on = world.device.type == "cuda" if compiled is None else compiled
         sizes = {"length": length, "pairs": pairs, "askings": askings, "apart": apart, "step_tokens": step_tokens}
-        sizes |= {"layers": layers, "window": window, "block": block}
+        sizes |= {"layers": layers, "window": window}
         budget = {"steps": steps, "seconds": seconds, "learning_rate": learning_rate}
         base = check_trial(trial_of(preset, sizes, arm=arm, compiled=on, **budget))
         results = []

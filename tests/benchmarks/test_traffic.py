@@ -27,7 +27,7 @@ def test_figures_are_those_of_the_last_launch_of_each_pass_or_an_error_says_what
     assert traffic.parse_point(0.5, LOG) == WANTED
     with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
         traffic.parse_point(1.0, "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\nfine\n")
-    with pytest.raises(ValueError, match="still named attention_forward"):
+    with pytest.raises(ValueError, match="no bytes of attention_forward"):
         traffic.parse_point(1.0, HEADER)
 
 
