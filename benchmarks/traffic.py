@@ -36,8 +36,8 @@ _SECONDS = 900  # for one density: compiling, and a few launches, each several t
 
 
 def parse_point(density: float, text: str) -> dict:
-    """Returns the figures of one density by pass, from the output of ``ncu --csv --print-units base``, whose table has a row for each
-    metric of a launch. The last launch counts, as the earlier ones warm up. Raises ValueError with what ncu said instead."""
+    """Returns the figures of one density by pass, from the output of ``ncu --csv --print-units base``, whose table has a row for
+    each metric of a launch. The last launch counts, as earlier ones warm up. Raises ValueError with what ncu said instead."""
     lines = text.splitlines()
     start = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     launches: dict[tuple[str, str], dict] = {}  # by pass and ID, in order

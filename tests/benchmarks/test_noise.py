@@ -24,7 +24,7 @@ def stored(around: dict = SLOWER, **facts) -> dict:
     ours = result(10.0, 0.2, causal=True, around={CAUSAL.key: around}, **facts)
     results = {FULL: result(30.0, 1.0), CAUSAL: result(15.0, 0.5), WINDOW: ours}
     return {
-        "settings": {"device": "cpu"},
+        "settings": {"device": "cpu", "quick": True, "dtype": "float32"},
         "environment": {"device": "a CPU", "date": "2026-11-30"},
         "suites": {"speedup": [case.key for case in results]},
         "cases": {case.key: {"case": case.as_data(), "result": found} for case, found in results.items()},

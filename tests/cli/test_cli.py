@@ -134,9 +134,9 @@ def test_a_file_that_fails_is_one_message_with_its_error(tmp_path):
 def test_results_are_reused_until_another_run_is_asked_for_or_an_imported_file_changes(own_file, tmp_path, monkeypatch):
     monkeypatch.setattr(throughput, "run", lambda case, *_: {"refused": "not now"})
     command = f"bench 'ringed(64)' --suite speedup --quick --device cpu --out {tmp_path}/out --import {own_file}"
-    assert "reused" not in printed(command)
+    assert "reused:" not in printed(command)
     assert "reused: 3 cases" in (again := printed(command)) and "--retry measures the 3 without numbers" in again
-    assert "reused" not in printed(f"{command} --retry") and "starting anew (as asked)" in printed(f"{command} --fresh")
+    assert "reused:" not in printed(f"{command} --retry") and "starting anew (as asked)" in printed(f"{command} --fresh")
     own_file.write_text(OWN + "# changed\n")
     assert "starting anew (imports changed)" in printed(command)
 
