@@ -247,7 +247,7 @@ def of_tensor_parallel_heads(strategy: str) -> list[float]:
 
 def results_of_layer(layer, x, run=None, counts=1) -> list[torch.Tensor]:
     """[out, the gradients of parameters]. run: the layer, or compiled. counts: of which tokens the loss is."""
-    out = (run or layer)(x)
+    out = (layer if run is None else run)(x)
     (out.sin() * counts).sum().backward()
     gradients = [p.grad for p in layer.parameters()]
     layer.zero_grad()
