@@ -20,8 +20,8 @@ import typer
 
 from examples.train_lm import parallel
 from examples.train_lm.cli import user_errors
-from examples.train_lm.settings import Shape
 
+from ..files import check_one_of
 from . import checkpoint, data, report
 from .climb import Stage, prepare_images, stages_to
 from .climb import climb as climb_stages
@@ -51,8 +51,7 @@ Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.")]
 
 
 def _folder(name: str, size: int, dashes: int) -> Path:
-    if name not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {name!r}")
+    check_one_of(TASKS, task=name)
     return Path("runs/long_range/data") / (f"{name}-{size}-{dashes}" if name == Pathfinder.name else name)
 
 
@@ -107,6 +106,7 @@ def train(
     """Train a classifier on one device."""
     with user_errors(), parallel.join_world(device) as world:
         _check_alone(world)
+        check_one_of(PRESETS, preset=preset)
         given = {name: value for name, value in (("name", task), ("size", size), ("dashes", dashes)) if value is not None}
         folder = folder or _folder(**{"name": TASK, "size": SIZE, "dashes": DASHES} | given)
         examples = Examples(folder, "train")
@@ -116,7 +116,7 @@ def train(
         batch = batch or default_batch(examples.task)
         settings = Settings(
             task=examples.manifest["task"],
-            shape=shape_of(preset),
+            shape=PRESETS[preset],
             attention=attention,
             batch=batch,
             micro_batch=default_micro_batch(examples.task, batch),
@@ -159,13 +159,14 @@ def climb(
     """Train on Pathfinder's images, from easy ones to large ones. The same command goes on where it was stopped."""
     with user_errors(), parallel.join_world(device) as world:
         _check_alone(world)
+        check_one_of(PRESETS, preset=preset)
         counts = {name: value for name, value in (("train", train), ("held_out", held_out)) if value is not None}
         stages: list[tuple[Stage, Settings]] = []
         for stage, share in stages_to(to, minutes):
             images = batch or default_batch(stage.task)
             settings = Settings(
                 task=data.fields_of(stage.task),
-                shape=shape_of(preset),
+                shape=PRESETS[preset],
                 attention=attention if stages else first,
                 batch=images,
                 micro_batch=default_micro_batch(stage.task, images),
@@ -186,12 +187,6 @@ def climb(
 def _check_alone(world: parallel.World) -> None:
     if world.size > 1:
         raise ValueError(f"this trains on one device; got {world.size} ranks; start it without torchrun")
-
-
-def shape_of(preset: str) -> Shape:
-    if preset not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
-    return PRESETS[preset]
 
 
 def _introduce(run: Run) -> None:

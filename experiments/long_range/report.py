@@ -13,6 +13,7 @@ from rich.table import Table
 from examples.train_lm.checkpoint import Progress as RunProgress
 from examples.train_lm.report import RowFiles, console, read
 
+from ..files import right_aligned
 from . import checkpoint
 from .data import task_of
 from .settings import density, tokens_of
@@ -84,9 +85,8 @@ def plot(runs: list[Path], target: Path) -> Path:
 
 def results(runs: list[Path]) -> Table:
     """A row for each run: its accuracy at the end, and when the shortest run of the same task ended."""
-    table = Table(title="held-out accuracy")
-    for heading in ("run", "task", "attention", "pairs kept", "examples", "minutes", "accuracy", "at the same time"):
-        table.add_column(heading, justify="left" if heading in ("run", "task", "attention") else "right")
+    numbers = "pairs kept", "examples", "minutes", "accuracy", "at the same time"
+    table = right_aligned("held-out accuracy", "run,task,attention", numbers)
     found = []
     for run in runs:
         settings, _, _ = checkpoint.read(checkpoint.find_checkpoint(run))

@@ -84,8 +84,6 @@ def check_settings(settings: Settings) -> Settings:
         raise ValueError(
             f"head_dim must be a multiple of {2 * len(task.shape)}, for rotary positions of each axis; got {shape.head_dim}"
         )
-    if settings.batch % settings.micro_batch:
-        raise ValueError(f"micro_batch must divide batch; got {settings.micro_batch} and {settings.batch}")
     if settings.steps < 0 or (settings.steps == 0) == (settings.minutes <= 0):
         raise ValueError(f"pass either --steps or --minutes, positive; got {settings.steps} steps, {settings.minutes} minutes")
     return replace(settings, attention=_spec(settings.attention, tokens_of(task)))

@@ -20,12 +20,11 @@ from examples.train_lm import parallel
 from examples.train_lm.cli import Device, user_errors
 from examples.train_lm.report import console
 
-from ..files import whole_file
+from ..files import check_one_of, whole_file
 from . import report
 from .arms import build_arms as arms_of
 from .arms import measure_reach
 from .settings import PRESETS, Trial, check_trial
-from .settings import preset as preset_of
 from .train import run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -38,7 +37,8 @@ Window = Annotated[int | None, typer.Option(help="Tokens that each query sees ne
 
 def trial_of(preset: str, sizes: dict[str, int | None], **rest) -> Trial:
     """A preset's trial, with the given sizes instead of its own. sizes: by name, as in Trial, its task and its shape."""
-    base = preset_of(preset)
+    check_one_of(PRESETS, preset=preset)
+    base = PRESETS[preset]
     given = {name: size for name, size in sizes.items() if size is not None}
 
     def with_given(part):
@@ -100,7 +100,6 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 3e-3,
     seed: Annotated[list[int] | None, typer.Option(help="Of the weights and the sequences; several are run in turn. [0]")] = None,
     questions: Annotated[int, typer.Option(min=1, help="Held-out questions for evaluation, at least.")] = 65_536,
-    compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile, by block. [on a GPU]")] = None,
     device: Device = "auto",
     out: Annotated[Path, typer.Option(help="A folder for results: ARM-BUDGET-SEED.json.")] = Path("runs/recall"),
 ) -> None:
@@ -109,11 +108,10 @@ def train(
     with user_errors(), parallel.join_world(device) as world:
         if len(set(seeds)) < len(seeds):
             raise ValueError(f"--seed must name each value once; got {', '.join(map(str, seeds))}")
-        on = world.device.type == "cuda" if compiled is None else compiled
         sizes = {"length": length, "pairs": pairs, "askings": askings, "apart": apart, "step_tokens": step_tokens}
         sizes |= {"layers": layers, "window": window}
         budget = {"steps": steps, "seconds": seconds, "learning_rate": learning_rate}
-        base = check_trial(trial_of(preset, sizes, arm=arm, compiled=on, **budget))
+        base = check_trial(trial_of(preset, sizes, arm=arm, compiled=world.device.type == "cuda", **budget))
         results = []
         for number in seeds:
             results.append(run(replace(base, seed=number), world, questions))

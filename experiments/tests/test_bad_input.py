@@ -13,7 +13,7 @@ ROWS = [
     ("recall", ["plot", __file__], "is no result of train"),
     ("equal_time", ["run", "dense", "--preset", "1B"], "no learning rate was chosen for dense"),
     ("equal_time", ["report", __file__], "is no result of run"),
-    ("equal_time", ["run-missing", "--preset", "tiny"], "preset must be one of 30M, 150M, which have reported runs; got 'tiny'"),
+    ("equal_time", ["run-missing", "--preset", "tiny"], "preset must be one of 30M, 150M; got 'tiny'"),
     ("long_range", ["train", "--task", "pathfindr", "--steps", "1"], "task must be one of pathfinder, listops; got 'pathfindr'"),
     ("long_range", ["train", "--data", "/nowhere", "--steps", "1"], "/nowhere holds no prepared examples; make them"),
     ("long_range", ["prepare", "--size", "33"], "size must be one of 32, 64, 128, 256; got 33"),

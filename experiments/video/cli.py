@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from .. import row_files
+from ..files import check_one_of
 from ..row_files import device_of, progress, say, user_errors
 from . import picture, report
 from .flow import LONGEST
@@ -68,9 +69,9 @@ def train(
 ) -> None:
     """Train one model."""
     with user_errors():
-        for name, given, options in (("mask", mask, TRAINABLE), ("preset", preset, PRESETS), ("share", share, SHARES)):
-            if given not in options:
-                raise ValueError(f"{name} must be one of {', '.join(map(str, options))}; got {given!r}")
+        check_one_of(TRAINABLE, mask=mask)
+        check_one_of(PRESETS, preset=preset)
+        check_one_of(SHARES, share=share)
         arm = Arm(mask, share if mask in BY_SHARE else TRAINED, seed, start is not None)
         out, on = models / f"{arm.name}.pt", device_of(device)
         if out.exists():

@@ -27,7 +27,7 @@ def test_picks_are_earlier_blocks_and_change_as_often_as_asked(alike):
 
 
 def test_counted_pairs_are_those_that_queries_keep():
-    chosen = selection.selection_of(CASE, CPU)
+    chosen = sf.BlockSelection.from_picks(selection.draw_picks(CASE, CPU), CASE.block_size)
     assert selection.kept_pairs(CASE, chosen) == 2 * int(chosen.to_dense().sum())
 
 

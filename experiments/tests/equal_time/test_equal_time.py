@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from examples.train_lm import checkpoint, memory
-from examples.train_lm.data import Tokens, prepare
+from examples.train_lm.data import prepare
 from examples.train_lm.model import Decoder
 from examples.train_lm.parallel import World
 from examples.train_lm.settings import PRESETS, Settings, Shape
@@ -18,7 +18,6 @@ from experiments.equal_time import evaluate, results, windows
 from experiments.equal_time.arms import ARMS, LENGTH, Arm, TunedSettings
 from experiments.equal_time.results import Result
 from experiments.equal_time.run import run
-from experiments.equal_time.windows import Windows
 
 VOCABULARY, SHORT = 320, 256
 SHAPE = Shape(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp_dim=64, vocabulary=VOCABULARY)
@@ -41,20 +40,6 @@ def data(tmp_path_factory) -> Path:
     prepare(folder / "data", VOCABULARY, folder / "text", quiet=True, held_out_share=0.25)
     windows.prepare(folder / "data", VOCABULARY, count=8, length=SHORT)
     return folder / "data"
-
-
-def test_windows_are_within_their_packages_and_apart(data):
-    parts, tokens = [windows.load(data, part) for part in ("tuning", "reported")], Tokens(data, "held_out", VOCABULARY)
-    assert not set(parts[0].packages) & set(parts[1].packages) and sum(map(len, parts)) == 8
-    found = Windows(*(np.concatenate(both) for both in zip(*((p.starts, p.packages, p.far) for p in parts), strict=True)))
-    groups = sorted(json.loads((data / "manifest.json").read_text())["groups"])
-    starts = np.sort(found.starts)
-    assert (np.diff(starts) >= SHORT).all()
-    for start, package in zip(found.starts, found.packages, strict=True):
-        inside = [groups[tokens.starts[np.searchsorted(tokens.starts[:, 0], at, "right") - 1, 1]] for at in (start, start + SHORT)]
-        assert inside == [package, package]
-    assert len(set(parts[1].packages)) > 1
-    assert parts[1].take(2).starts.tolist() == [parts[1].starts[0], parts[1].starts[-1]]
 
 
 def test_far_labels_are_of_identifiers_that_were_seen_before_and_not_since(data, monkeypatch):

@@ -14,16 +14,7 @@ from typer.testing import CliRunner
 from examples.train_lm.report import console
 from experiments.long_range import checkpoint, train
 from experiments.long_range.cli import app
-from experiments.long_range.data import Examples
 from experiments.long_range.train import End, Score, evaluate_split, turn_images
-
-
-def test_an_epoch_reads_each_example_once_in_an_order_of_its_own(short):
-    examples = Examples(short, "train")
-    epochs = [np.concatenate([examples.rows(step, 32, 5) for step in range(62 * epoch, 62 * epoch + 62)]) for epoch in (0, 1, 0)]
-    assert len(np.unique(epochs[0])) == len(epochs[0]) == 62 * 32
-    assert np.array_equal(epochs[0], epochs[2]) and not np.array_equal(epochs[0], epochs[1])
-    assert not np.array_equal(epochs[0], np.concatenate([examples.rows(step, 32, 6) for step in range(62)]))
 
 
 def test_images_turn_by_the_eight_symmetries_of_the_square():

@@ -56,19 +56,3 @@ def test_keys_are_asked_again_and_again_within_reach_of_the_last_time():
     # Now and then a question loses its place to another pair's, and the next one is farther from the one before.
     assert steps.min() >= task.nearest and (steps <= task.apart).float().mean() > 0.9 and asked > 3 * 50 * 12
     assert batch.distances.max() > 3 * task.apart
-
-
-def test_values_do_not_depend_on_keys_distances_or_places():
-    batch = TASK.batch(0, 0, 2000, "cpu")
-    at = batch.labels != IGNORED
-    value = batch.labels[at] - TASK.fillers
-    halves = {
-        "keys": batch.tokens[at] % 2 == 0,
-        "distances": batch.distances[at] > 40,
-        "places": at.nonzero()[:, 1] > 128,
-    }
-    for name, chosen in halves.items():
-        for half in (chosen, ~chosen):
-            expected = int(half.sum()) / TASK.values
-            squares = ((value[half].bincount(minlength=TASK.values) - expected) ** 2 / expected).sum()
-            assert squares < 45, name  # chi-squared of 15 degrees of freedom: one in 10,000 is above

@@ -8,10 +8,9 @@ from typer.testing import CliRunner
 
 import sparse_flash as sf
 from examples.selection_layers import msa as msa_module
-from examples.train_lm.parallel import World
 from experiments.recall.task import Task
 from experiments.selection_layers.cli import app
-from experiments.selection_layers.compare import LAYERS, PRESETS, LayerTrial, model_of, run
+from experiments.selection_layers.compare import LAYERS, PRESETS, LayerTrial, model_of
 
 CPU = torch.device("cpu")
 TOKENS, BLOCK = 72, 16  # the last block is not whole
@@ -117,13 +116,6 @@ def test_the_divergence_is_that_of_the_masses_of_picked_blocks_and_zero_for_equa
     other /= other.sum(-1, keepdim=True)
     rows = torch.distributions.kl_divergence(*(torch.distributions.Categorical(probs=p + 1e-30) for p in (other, own)))
     torch.testing.assert_close(msa_module.divergence(q, k, other, selection), rows.mean())
-
-
-def test_a_layer_that_chooses_learns_what_a_window_cannot_see():
-    results = {arm: run(trial(arm, steps=150), World(CPU), 1000) for arm in ("msa", "window")}
-    far = {arm: next(row["right"] for row in found["by_distance"] if row["first"] == 32) for arm, found in results.items()}
-    assert far["msa"] > 0.8 and far["window"] < 2 * results["window"]["chance"]
-    assert results["msa"]["reach"]["density"] == pytest.approx(trial("msa").sizes.count_picked_pairs(64) / (64 * 65 / 2))
 
 
 @pytest.mark.smoke

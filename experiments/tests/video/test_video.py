@@ -11,37 +11,10 @@ from experiments.video import flow
 from experiments.video.cli import app
 from experiments.video.masks import BY_SHARE, NAMES, SHARES, VSA, masks_of
 from experiments.video.model import PRESETS, Sizes, Transformer
-from experiments.video.scenes import FRONT, SHAPES, State, make_videos, render, simulate
+from experiments.video.scenes import make_videos
 
 CPU = torch.device("cpu")
 TINY = Sizes(side=32, dim=64, heads=1, layers=2)
-
-
-def state(place, speed, radius=0.1) -> State:
-    """One scene. Shapes that are not named stay in the first corner, at depths of their own colors."""
-    places, speeds = torch.full((1, SHAPES, 2), 0.2), torch.zeros(1, SHAPES, 2)
-    radii, kind = torch.full((1, SHAPES), 1e-3), torch.zeros(1, SHAPES, dtype=torch.long)
-    places[0, :, 0] += 0.01 * torch.arange(SHAPES)
-    for shape, (at, by) in enumerate(zip(place, speed, strict=True), start=SHAPES - len(place)):
-        places[0, shape], speeds[0, shape], radii[0, shape] = torch.tensor(at), torch.tensor(by), radius
-    return State(places, speeds, radii, kind, torch.eye(3)[torch.arange(SHAPES) % 3][None], torch.zeros(1, 3))
-
-
-def test_shapes_bounce_off_borders_and_swap_speeds_with_equals_of_their_depth():
-    bounced = simulate(state([(0.85, 0.5)], [(0.04, 0.01)]), 5)[0, :, -1]
-    torch.testing.assert_close(bounced[-1] - bounced[-2], torch.tensor([-0.04, 0.01]))
-    collided = simulate(state([(0.4, 0.5), (0.7, 0.5)], [(0.03, 0.0), (-0.01, 0.0)]), 8)[0, :, -2:]
-    torch.testing.assert_close(collided[-1] - collided[-2], torch.tensor([[-0.01, 0.0], [0.03, 0.0]]), rtol=1e-4, atol=1e-6)
-    # The first of FRONT + 1 shapes is behind the others, and passes them.
-    there = [(0.4, 0.5), (0.7, 0.5), (0.2, 0.8), (0.8, 0.8)]
-    passed = simulate(state(there, [(0.03, 0.0), *[(0.0, 0.0)] * FRONT]), 8)[0, :, -FRONT - 1]
-    torch.testing.assert_close(passed[-1] - passed[-2], torch.tensor([0.03, 0.0]))
-
-
-def test_the_shape_in_front_hides_those_behind():
-    seen = state([(0.5, 0.5), (0.5, 0.5)], [(0.0, 0.0)] * 2)
-    middle = render(seen, simulate(seen, 1), 32)[0, 0, :, 16, 16]
-    assert torch.equal(middle, seen.color[0, -1] * 2 - 1) and not torch.equal(middle, seen.color[0, -2] * 2 - 1)
 
 
 def test_exact_velocities_lead_from_noise_to_the_video_in_any_number_of_steps():
@@ -56,14 +29,6 @@ def test_exact_velocities_lead_from_noise_to_the_video_in_any_number_of_steps():
     time = torch.tensor([0.0, 1.0], dtype=torch.float64)
     point = flow.interpolate(video, noise, time, 1)
     assert torch.equal(point[0], video[0]) and torch.equal(point[1, 1:], noise[1, 1:]) and torch.equal(point[1, :1], video[1, :1])
-
-
-def test_sampling_reads_no_frame_that_is_not_given():
-    video, noise = make_videos(1, 0, 4, 8, CPU), torch.randn(1, 4, 3, 8, 8)
-    changed = video.clone()
-    changed[:, 2:] += 1
-    sampled = [flow.sample_videos(lambda x, *_: x + x[:, :1], one, noise, 2, 3) for one in (video, changed)]
-    assert torch.equal(*sampled) and torch.equal(sampled[0][:, :2], video[:, :2])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dense", VSA)])
