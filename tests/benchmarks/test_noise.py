@@ -6,7 +6,7 @@ from sparse_flash.benchmarks.measure.noise import MARK, doubts
 from sparse_flash.benchmarks.report import page
 from sparse_flash.benchmarks.report.tables import Gain, gains, tables
 from sparse_flash.benchmarks.results import Results
-from sparse_flash.benchmarks.workload import cases, masks, suites
+from sparse_flash.benchmarks.workload import cases, masks
 
 SHAPE = cases.Shape(1, 2, 1024, 64)
 FULL, CAUSAL = (cases.Case(SHAPE, mask, "sdpa-flash") for mask in (masks.FULL, masks.CAUSAL))
@@ -70,20 +70,3 @@ def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_
     figure, said = page.headlines(data)[0]
     assert figure == "1.5x to 3.0x" and "bench --retry" in said
     assert f'<td class="doubtful">10.0 {MARK}</td>' in page.write(Results(tmp_path, data)).read_text()
-
-
-@pytest.mark.parametrize(
-    "suite, expected",
-    [("peers", {"fa4", "flex"}), ("small", {"sdpa-cudnn", "sdpa-flash"}), ("speedup", {"sdpa-cudnn", "sdpa-flash"})],
-)
-def test_baselines_are_the_fastest_right_ones_of_each_table(suite, expected, tmp_path):
-    chosen = suites.choose([suite], "cuda")
-    results, _ = Results.open(tmp_path, {}, {}, True)
-    times = {"sdpa-flash": 4, "sdpa-cudnn": 3, "flex": 5, "flex-fa4": 6, "fa4": 2, "sdpa-efficient": 9, "fa3": 3.5}
-    mine = next(case for case in chosen[suite] if case.mask == masks.CAUSAL and case.peer == "sparse_flash")
-    for case in chosen[suite]:
-        forward, backward = ("forward_us", "both_us") if case.kind == "call" else ("forward_ms", "backward_ms")
-        time = times.get(case.peer, 1.0)
-        result = {forward: time, backward: 1 + abs(time - 5), "correct": case.peer != "fa4" or suite != "small"}
-        results.data["cases"][case.key] = {"result": result}
-    assert {rival.peer for rival in suites.find_baselines(mine, chosen, results)} == expected

@@ -137,8 +137,10 @@ def test_results_are_reused_until_another_run_is_asked_for_or_an_imported_file_c
     assert "reused:" not in printed(command)
     assert "reused: 3 cases" in (again := printed(command)) and "--retry measures the 3 without numbers" in again
     assert "reused:" not in printed(f"{command} --retry") and "starting anew (as asked)" in printed(f"{command} --fresh")
+    before = (tmp_path / "out" / "results.json").read_text()
     own_file.write_text(OWN + "# changed\n")
     assert "starting anew (imports changed)" in printed(command)
+    assert before in [path.read_text() for path in (tmp_path / "out").glob("results-*.json")]  # set aside
 
 
 def test_sizes_are_those_of_every_case():

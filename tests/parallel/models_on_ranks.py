@@ -78,7 +78,7 @@ def of_transformers(name: str, labelled: int, compiled: bool = False) -> list[fl
 
 
 def of_packed(given: str, compiled: bool) -> list[float]:
-    """Packed documents whose positions restart, which a plan refuses without them. given: by what the plan knows the documents."""
+    """Packed documents whose positions restart. given: by what the plan knows the documents."""
     starts = [0, 130, 320]
     words = words_of(1)
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise((*starts, TOKENS))])[None]
@@ -87,14 +87,9 @@ def of_packed(given: str, compiled: bool) -> list[float]:
         with sf.ContextParallel(mesh(), "causal & local(100)", q_len=TOKENS, block_size=64) as planner:
             plan = planner.submit([*starts, TOKENS]).result()
     else:
-        mask = f"causal & local(100) & documents([0, 130, 320, {TOKENS}])" if given == "mask" else "causal & local(100)"
-        plan = sf.context_parallel(mask, TOKENS, mesh(), block_size=64)
+        plan = sf.context_parallel(f"causal & local(100) & documents([0, 130, 320, {TOKENS}])", TOKENS, mesh(), block_size=64)
     model = use_sparse_flash(causal_model("llama"), plan)
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    if given == "nothing":
-        text = "position_ids must restart only where a document of the plan's mask starts"
-        assert not others_than([(text, lambda: run(words, labels=words, position_ids=positions))])
-        return []
     out = run(words, labels=words, position_ids=positions)
     loss = out.loss.detach().clone()
     dist.all_reduce(loss)
@@ -112,6 +107,7 @@ def refused_by_transformers() -> list[tuple[str, str]]:
     model = use_sparse_flash(transformers.LlamaForCausalLM(config()), plans)
     tags = use_sparse_flash(transformers.LlamaForTokenClassification(config()), plans)
     mixtral, chunked = causal_model("mixtral", output_router_logits=True), causal_model("llama4_text", attention_chunk_size=100)
+    restarted = torch.cat([torch.arange(130), torch.arange(TOKENS - 130)])[None]
     strangers = "layers [1] do not share their tokens with layer 0"
     calls = [
         ("labels cannot be used with a plan", lambda: tags(words, labels=words)),
@@ -121,6 +117,10 @@ def refused_by_transformers() -> list[tuple[str, str]]:
         ("config.output_router_logits cannot be used with a plan", lambda: use_sparse_flash(mixtral, plans)(words)),
         ("past_key_values cannot be used with a plan", lambda: model(words, past_key_values=transformers.DynamicCache())),
         ("attention_chunk_size", lambda: use_sparse_flash(chunked, plans)(words)),
+        (
+            "position_ids must restart only where a document of the plan's mask starts",
+            lambda: model(words, position_ids=restarted),
+        ),
         ("leave attention_mask out", lambda: model(words, attention_mask=(torch.arange(TOKENS) < 400)[None])),
         ("must hold the 500 tokens of the whole sequence; got shape (1, 499)", lambda: model(words[:, 1:])),
         ("the layer's own mask is local(100), and a plan cannot be joined", lambda: use_sparse_flash(window, plans)(words)),

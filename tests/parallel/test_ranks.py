@@ -48,7 +48,7 @@ MODELS = [
     (2, of_transformers, ("llama", 60), {}),  # one rank has all labels
     (2, of_transformers, ("llama", 500), {"compiled": True}),
     *((2, of_transformers, (name, 500), {}) for name in models_on_ranks.FAMILIES),
-    *((2, of_packed, (given,), {"compiled": compiled}) for given in ("mask", "planner", "nothing") for compiled in (False, True)),
+    *((2, of_packed, (given,), {"compiled": compiled}) for given in ("mask", "planner") for compiled in (False, True)),
     (4, on_ranks.of_tensor_parallel_heads, ("blocks",), {}),
     (4, on_ranks.of_tensor_parallel_heads, ("heads",), {}),
 ]
@@ -64,9 +64,6 @@ MORE = [
     (2, on_ranks.of_a_layer, (), {"dropout_p": 0.1}),
     (2, on_ranks.of_a_layer, (), {"dropout_p": 0.1, "compiled": True}),
     (2, on_ranks.of_a_layer, (), {"select": True, "compiled": True}),
-    (2, on_ranks.of_layers, ("blocks",), {}),
-    (2, on_ranks.of_layers, ("heads",), {}),
-    (2, on_ranks.of_layers, ("auto",), {}),
     (2, on_ranks.outlived, ("grouped 8:2", "blocks"), {"compiled": False}),
     (2, on_ranks.outlived, ("grouped 8:2", "heads"), {"compiled": True}),
     (3, on_ranks.checkpointed, ("causal",), {}),
@@ -74,7 +71,8 @@ MORE = [
     (2, on_ranks.compiled, (4,), {"strategy": "blocks", "overlap": False}),
     (2, on_ranks.compiled, (4,), {"strategy": "queries"}),
     (2, on_ranks.compiled, (4,), {"strategy": "heads"}),
-    (2, on_ranks.of_a_planner, (), {}),
+    (2, on_ranks.of_a_planner, ("blocks",), {}),
+    (2, on_ranks.of_a_planner, ("heads",), {}),
 ]
 
 

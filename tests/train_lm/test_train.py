@@ -267,12 +267,9 @@ def test_gpus_that_share_sequences_refuse_masks_by_name(mask, packed, said):
 # Tokens of a sequence, on how many GPUs, and measured peaks in GiB, on H100 and H200: benchmarks/results/training.
 PEAKS = [
     ("8B", {"recompute": "full"}, 131_072, 1, 29.76),  # of 3 layers
-    ("1B", {"recompute": "none"}, 65_536, 1, 99.05),
     ("150M", {"recompute": "none", "step_tokens": 131_072}, 65_536, 1, 27.52),  # in two passes
     ("150M", {"recompute": "selective"}, 131_072, 1, 34.94),
-    ("150M", {"recompute": "none", "compiled": False}, 131_072, 1, 64.0),
     ("8B", {"recompute": "full", "offload": 10}, 1_572_864, 4, 132.9),
-    ("1B", {"recompute": "full"}, 1_048_576, 4, 35.3),
 ]
 
 
