@@ -41,9 +41,7 @@ def gain_of(data: dict) -> Gain:
     [
         ({"forward_ms_spread": [9.5, 10.5]}, False),
         ({"forward_ms_spread": [9.0, 11.5]}, True),
-        ({"around": {"dense": {"forward_ms": [30.0, 33.0]}}}, False),
         ({"around": {"dense": {"forward_ms": [30.0, 31.0], "backward_ms": [60.0, 90.0]}}}, True),
-        ({"around": {"dense": {"forward_ms": [45.0, 30.0]}}}, True),
     ],
     ids=str,
 )

@@ -1,12 +1,10 @@
 """Steps of video transformers: each case is checked and timed, or says why not; windows are what they are called."""
 
-import numpy as np
 import pytest
-import torch
 from problems import run_program
 
 from sparse_flash.benchmarks import video
-from sparse_flash.benchmarks.workload.video import ALL_PAIRS, MODELS, StepCase, window_of
+from sparse_flash.benchmarks.workload.video import ALL_PAIRS, MODELS, StepCase
 
 
 def run(folder, arguments):
@@ -53,11 +51,3 @@ def test_the_permutation_is_timed_beside_a_copy_in_bytes_read_and_written(tmp_pa
     for found in data["permutation"]:
         rows = 2 * layout.tokens if found["what"] == "copy" else layout.tokens + layout.length
         assert found["bytes"] == rows * 32 * 4 and min(found["forward_gb_s"], found["backward_gb_s"]) > 0
-
-
-def test_a_proposed_window_keeps_nearly_the_share_of_tiles_and_is_even():
-    layout = MODELS["wan-720p"].layout("auto")
-    window = window_of(layout, 0.1)
-    sides = np.divide(window, layout.tile_grid)
-    assert 0.09 < np.prod(sides) < 0.11 and sides.max() < 2 * sides.min()
-    assert torch.Size(window_of(layout, 1.0)) == torch.Size(layout.tile_grid)

@@ -56,13 +56,19 @@ def test_a_run_learns_and_leaves_its_numbers_and_pictures(run):
     assert sorted(p.name for p in one.folder.glob("step-*")) == ["step-0000020", "step-0000030"]
 
 
-def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_ends(run):
-    whole = run("whole")
+def test_a_run_that_ctrl_c_stopped_goes_on_and_ends_bit_for_bit_where_an_uninterrupted_one_ends(run, monkeypatch):
+    whole, first = run("whole"), run("parts")
     whole.train()
-    first = run("parts")
-    for _ in range(3):
-        first.step()
-    first.save()
+    step = first.step
+
+    def interrupted():
+        if first.progress.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(first, "step", interrupted)
+    assert not first.train()
+    assert checkpoint.latest(first.folder).name == "step-0000003"
     second = run("parts")
     assert second.progress.step == 3 and second.progress.position == 3 * 256 and second.resumed
     second.train()
@@ -165,21 +171,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(run):
         one.model.blocks[0].attention.gain[1] = math.nan
     with pytest.raises(NotFinite, match=r"parameter blocks\.0\.attention\.gain"):
         one.step()
-
-
-def test_ctrl_c_saves_and_the_same_command_goes_on(run, monkeypatch):
-    one = run()
-    step = one.step
-
-    def interrupted():
-        if one.progress.step == 2:
-            signal.raise_signal(signal.SIGINT)
-        return step()
-
-    monkeypatch.setattr(one, "step", interrupted)
-    assert not one.train()
-    assert checkpoint.latest(one.folder).name == "step-0000003"
-    assert run().progress.step == 3
 
 
 def test_a_dense_checkpoint_goes_on_under_sparse_masks(run):
