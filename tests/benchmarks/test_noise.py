@@ -1,7 +1,9 @@
 """The benchmark on a machine that others use: what its tables and headlines say of times that moved."""
 
 import pytest
+import torch
 
+from sparse_flash.benchmarks.measure.drift import BaselineTimer
 from sparse_flash.benchmarks.measure.noise import MARK, doubts
 from sparse_flash.benchmarks.report import page
 from sparse_flash.benchmarks.report.tables import Gain, gains, tables
@@ -41,12 +43,20 @@ def gain_of(data: dict) -> Gain:
     [
         ({"forward_ms_spread": [9.5, 10.5]}, False),
         ({"forward_ms_spread": [9.0, 11.5]}, True),
-        ({"around": {"dense": {"forward_ms": [30.0, 31.0], "backward_ms": [60.0, 90.0]}}}, True),
+        ({"around": {"dense": {"forward_ms": [30.0, 31.0], "backward_ms": [60.0, 75.0]}}}, True),
     ],
     ids=str,
 )
 def test_a_result_is_doubted_for_its_spread_and_for_what_its_baselines_did(facts, doubtful):
     assert bool(doubts({"forward_ms": 10.0, "backward_ms": 20.0} | facts)) == doubtful
+
+
+def test_a_baseline_is_timed_before_and_after_a_row_and_the_time_after_is_that_before_the_next(monkeypatch):
+    times = iter([30.0, 31.0, 32.0])
+    monkeypatch.setattr(BaselineTimer, "_time", lambda *_: {"forward_ms": next(times)})
+    timer = BaselineTimer(torch.device("cpu"), None, None)
+    around = [timer.measure([CAUSAL], lambda: {"forward_ms": 10.0})["around"][CAUSAL.key]["forward_ms"] for _ in range(2)]
+    assert around == [[30.0, 31.0], [31.0, 32.0]]
 
 
 def test_a_causal_mask_is_compared_with_causal_attention_as_it_was_measured_around_the_row():
