@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
-from problems import errors_of, problem, run_program
+from problems import errors_of, problem
 from rich.console import Console
 
 import sparse_flash as sf
-from sparse_flash.benchmarks import calls, workload
+from sparse_flash.benchmarks import workload
 from sparse_flash.benchmarks.baselines import registry
 from sparse_flash.benchmarks.measure import accuracy as check
 from sparse_flash.benchmarks.measure import noise, throughput
@@ -180,8 +180,36 @@ def test_unreadable_results_say_so(text, said, tmp_path):
         Results.read(tmp_path)
 
 
-def test_host_times_of_calls_are_measured_with_and_without_gradients(tmp_path):
-    _, data = run_program(calls, tmp_path, "--tokens 128 --heads 2 --head-dim 16 --seconds 0")
-    rows = data["rows"]
-    assert len(rows) == 21 and all(row["host_us"] > 0 and row["each_us"] > 0 for row in rows)
-    assert [row["gradients"] for row in rows if row["call"] == "packed documents"] == [False, True]
+PLAIN = {"block_size": 64}
+REFUSED = [
+    ("sdpa-flash", "local(9)", {}, "dense"),
+    ("fa3", "local(9)", {}, "window"),
+    ("fa4", "local(9)", {}, "window"),
+    ("cudnn-blocks", "causal", PLAIN, "full blocks"),
+    ("cudnn-blocks", "full", PLAIN, "full blocks"),
+    ("cudnn-blocks", "butterfly(block=32)", {"block_size": 32}, "blocks of 32"),
+    *(("fastvideo", spec, PLAIN | {"head_dim": 64}, "full blocks") for spec in ("causal", "full", "~local(200)")),
+    ("fastvideo", "butterfly(block=64)", PLAIN, "head_dim"),
+]
+
+
+@pytest.mark.parametrize("peer, spec, shape, reason", REFUSED, ids=str)
+def test_peers_refuse_with_a_reason(peer, spec, shape, reason):
+    assert reason in registry.find_peer(peer).refuses(problem(spec, **shape))
+
+
+def test_peers_refuse_dtypes_and_dropout_and_unknown_ones_are_errors():
+    doubled = replace(problem("local(9)"), q=problem("local(9)").q.double())
+    assert registry.find_peer("sparse_flash:triton").refuses(doubled)
+    assert registry.find_peer("sparse_flash:torch").refuses(doubled) is None
+    dropped = replace(problem("full"), dropout_p=0.1)
+    assert all("dropout" in registry.find_peer(name).refuses(dropped) for name in ("flex", "fa4"))
+    for name in ("flax", "flex:triton"):
+        with pytest.raises(ValueError, match="unknown peer"):
+            registry.find_peer(name)
+
+
+def test_values_of_another_head_dim_are_measured():
+    case = cases.Case(cases.Shape(1, 2, 128, 24, v_head_dim=16), masks.CAUSAL, "sparse_flash")
+    assert str(case.shape) == "B1 H2 N128 D24/16"
+    assert throughput.run(case, CPU, seconds=0.01)["correct"]

@@ -46,6 +46,12 @@ def test_patterns_lists_every_name_with_its_use_and_arguments():
     assert ", ".join(sf.list_choosers()) in out
 
 
+def test_no_name_is_cut_off_on_a_narrow_terminal(monkeypatch):
+    monkeypatch.setattr("sparse_flash.cli.console._PIPE_WIDTH", 40)
+    out = printed("patterns")
+    assert "…" not in out and all(f"\n{name} " in out for name in sf.list_patterns())
+
+
 @pytest.mark.parametrize("command", ["show", "explain", "bench --suite compile"])
 def test_a_bad_spec_is_one_message_with_a_caret(command):
     result = invoke(f"{command} 'causal & lokal(4)'", code=2)

@@ -100,6 +100,12 @@ def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_fas
     assert plan_sequence([whole], [0], 0, 2, options).local_masks[0].overlap == overlap
 
 
+def test_all_ranks_make_as_many_calls_though_the_first_receives_nothing():
+    mask, options = sf.compile_mask("causal & local(4096)", 1 << 16), PlanOptions(8, 8, strategy="blocks")
+    overlaps = [plan_sequence([mask], [0], rank, 4, options).local_masks[0].overlap for rank in range(4)]
+    assert overlaps == [(True, True)] * 4
+
+
 def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():
     found = planned(sf.BlockMask.per_head(["full"] + ["local(64)"] * 7, 8192, 8192), 8192, 8)
     heaviest, others = 64 * 64, 64 + 2 * 63
