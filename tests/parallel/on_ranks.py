@@ -321,8 +321,6 @@ def refused_calls() -> list[tuple[str, str]]:
     explained = of_heads.explain() + plan.explain()
     assert all(text in explained for text in ("strategy 'heads'", "\nheads  ", "\nblocks  ", "MiB received"))
     q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
-    learned = q.clone().requires_grad_()
-    (dq,) = torch.autograd.grad(plan.attention(learned, k, v).sin().sum(), learned, create_graph=True)
     layer = sf.SparseAttention(16, 2, plan)
     chosen = sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, block_size=64, every=1)
     compiled = sf.compile_mask("causal", 1000, block_size=32)
@@ -338,7 +336,6 @@ def refused_calls() -> list[tuple[str, str]]:
         ("one block_size, the unit that ranks own; got 32", lambda: planned([compiled, "causal"])),
         ("made before there are queries; got a BlockSelection, which queries choose", lambda: planned(chosen)),
         ("overlap must be True, False or None; got 'yes'", lambda: planned(overlap="yes")),
-        ("differentiable once", lambda: dq.sum().backward()),
         ("this plan's strategy is 'blocks'; pass strategy='heads'", lambda: plan.attention(q, k, v, select=chosen)),
         ("as topk_blocks does; got Tensor", lambda: of_heads.attention(q, k, v, select=lambda q, k: q)),
         ("a BlockSelection does not take dropout_p", lambda: of_heads.attention(q, k, v, select=chosen, dropout_p=0.1)),
