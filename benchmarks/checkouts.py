@@ -41,6 +41,7 @@ _MOST_DIFFERENCE = 2e-3
 
 
 def main(arguments: list[str] | None = None) -> int:
+    import numpy as np
     import torch
     from rich.table import Table
 
@@ -78,16 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
                 workers[number].tell(time=True)
                 times[number].append(workers[number].hear())
         medians = [statistics.median(ms) for ms in times]
-        differing = [name for name, of_one in zip(names, norms) if _differ(of_one, norms[0])]
+        differing = [name for name, of_one in zip(names, norms) if not np.allclose(of_one, norms[0], _MOST_DIFFERENCE, 0)]
         file.add("rows", {"case": case, "ms": times, "differing": differing}, case, *(f"{ms:.3f}" for ms in medians))
         cells = [f"{ms:.3f} ({medians[0] / ms:.3f})" for ms in medians]
         table.add_row(case, *cells, f"other results: {', '.join(differing)}" if differing else "")
     print_tables(table, folder=options.out)
     return 1 if any(row["differing"] for row in file.data["rows"]) else 0
-
-
-def _differ(norms: list[float], base: list[float]) -> bool:
-    return any(not abs(one - other) <= _MOST_DIFFERENCE * other for one, other in zip(norms, base))
 
 
 class _Worker:

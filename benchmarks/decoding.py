@@ -11,7 +11,6 @@ after every row.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +24,7 @@ import sparse_flash as sf
 
 from .baselines.flash import prepare_fa3_forward, quantize
 from .measure.accuracy import relative_error
+from .measure.latency import time_calls_us
 from .measure.throughput import DTYPES, time_ms, try_measuring
 from .program import RowFile, add_device, create_parser, print_tables
 from .results import environment, has_numbers, why_not
@@ -32,7 +32,7 @@ from .results import environment, has_numbers, why_not
 E4M3 = torch.float8_e4m3fn
 WHAT = ("dense", "window", "picks")
 _WINDOW, _BLOCK, _PICKS = 4096, 64, 16
-_STEPS, _REPLAYS = 20, 25
+_STEPS = 20
 
 
 class KVCache(NamedTuple):
@@ -121,19 +121,11 @@ def time_step_us(step: Callable[[], Any], device: torch.device, steps: int = _ST
         return 1e3 * time_ms(step, device, 0.05).median
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(steps):
             step()
-    graph.replay()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(_REPLAYS)]
-    for start, stop in events:
-        start.record()
-        graph.replay()
-        stop.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e3 / steps
+    return time_calls_us(graph.replay, device)[0].median / steps
 
 
 class DecodePeer(NamedTuple):

@@ -72,10 +72,6 @@ def draw_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
     return torch.stack(heads)[None]
 
 
-def selection_of(case: PicksCase, device: torch.device) -> BlockSelection:
-    return BlockSelection.from_picks(draw_picks(case, device), case.block_size)
-
-
 def kept_pairs(case: PicksCase, selection: BlockSelection) -> int:
     """Over query heads."""
     by_head = [int(selection.kept_pairs(head).sum()) for head in range(case.kv_heads)]
@@ -84,7 +80,7 @@ def kept_pairs(case: PicksCase, selection: BlockSelection) -> int:
 
 def run(case: PicksCase, names: list[str], device: torch.device, dtype: torch.dtype, limit: int | None = None) -> dict:
     """A case as plain data: {"case", "name", "tflop", "results": {peer: result}}. limit: seconds for a peer."""
-    selection = selection_of(case, device)
+    selection = BlockSelection.from_picks(draw_picks(case, device), case.block_size)
     flops = 4 * kept_pairs(case, selection) * case.head_dim
     shape = Shape(1, case.heads, case.tokens, case.head_dim, case.kv_heads)
     problem = SelectionProblem(**vars(build_problem(Case(shape, CAUSAL, DENSE), device, dtype)), selection=selection)

@@ -35,42 +35,24 @@ _WARM_UP = 2
 _SECONDS = 900  # for one density: compiling, and a few launches, each several times
 
 
-def parse_launches(text: str) -> list[dict]:
-    """The launches in the output of ``ncu --csv --print-units base``, in order: {"kernel": name, metric: bytes}.
-
-    The table has a row for each metric. Lines that begin with ==, and the output of the program itself, are skipped. Raises
-    ValueError with ncu's own messages if there is no table.
-    """
-    lines = [line for line in text.splitlines() if line.strip()]
-    start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
-        said = " ".join(line for line in lines if line.startswith("==")) or text.strip()[-400:] or "nothing"
-        raise ValueError(f"ncu gave no table; it said: {said}")
-    found: dict[str, dict] = {}
-    for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
-        if None in row or None in row.values():
-            continue  # shorter or longer than the header: the program's own line
-        launch = found.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
-        name, value, unit = row["Metric Name"], row["Metric Value"].replace(",", ""), row["Metric Unit"]
-        if name in METRICS.values():
-            if unit.strip().lower() not in ("byte", "bytes") or not value.replace(".", "").isdigit():
-                raise ValueError(f"ncu's {name} must be a number of bytes; got {value!r} in {unit!r}")
-            launch[name] = float(value)
-    return list(found.values())
-
-
 def parse_point(density: float, text: str) -> dict:
-    """Returns the figures of one density by pass, from the last launch; the earlier launches warm up."""
-    found = parse_launches(text)
+    """Returns the figures of one density by pass, from the output of ``ncu --csv --print-units base``, whose table has a row for
+    each metric of a launch. The last launch counts, as earlier ones warm up. Raises ValueError with what ncu said instead."""
+    lines = text.splitlines()
+    start = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    launches: dict[tuple[str, str], dict] = {}  # by pass and ID, in order
+    for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
+        name = next((name for name in PASSES if f"attention_{name}" in (row["Kernel Name"] or "")), None)
+        if name and row.get("Metric Unit") == "byte":  # other lines are the program's own
+            launch = launches.setdefault((name, row["ID"]), {"kernel": row["Kernel Name"]})
+            launch[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
     point: dict = {"density": density}
-    for name in PASSES:
-        last: dict = next((launch for launch in reversed(found) if f"attention_{name}" in launch["kernel"]), {})
-        missing = [metric for metric in METRICS.values() if metric not in last]
-        if missing:
-            raise ValueError(
-                f"ncu gave no {', '.join(missing)} at density {density:g}; is the kernel still named attention_{name}?"
-            )
-        point[name] = {"kernel": last["kernel"]} | {key: last[metric] for key, metric in METRICS.items()}
+    for (name, _), launch in launches.items():
+        if launch.keys() >= {*METRICS.values()}:
+            point[name] = {"kernel": launch["kernel"]} | {key: launch[metric] for key, metric in METRICS.items()}
+    if missing := [name for name in PASSES if name not in point]:
+        said = " ".join(line for line in lines if line.startswith("==")) or text.strip()[-400:] or "nothing"
+        raise ValueError(f"ncu gave no bytes of attention_{missing[0]} at density {density:g}; it said: {said}")
     return point
 
 

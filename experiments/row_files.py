@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .files import whole_file
+from .files import read_result, whole_file
 
 console = Console(highlight=False)
 Row = TypeVar("Row")
@@ -47,21 +47,13 @@ class Measurer(Protocol):
 def read(paths: Sequence[Path]) -> dict:
     """Returns the rows of files of one setup. If several files have a row, the last one counts. Raises ValueError for a file that
     measure did not write, and for files of different setups."""
-    found = [_read(path) for path in paths]
+    found = [read_result(path, "measure", "setup", "rows") for path in paths]
     for path, one in zip(paths, found, strict=True):
         if one["setup"] != found[0]["setup"]:
             setups = f"{paths[0]} has {found[0]['setup']}, and {path} has {one['setup']}"
             raise ValueError(f"the files must have one setup; {setups}; pass one of the two")
     by_name = {row["row"]: row for one in found for row in one["rows"]}
     return {"setup": found[0]["setup"], "rows": list(by_name.values())}
-
-
-def _read(path: Path) -> dict:
-    try:
-        found = json.loads(path.read_text())
-        return {"setup": found["setup"], "rows": found["rows"]}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no result of measure: {type(error).__name__}: {error}") from error
 
 
 def write(path: Path, results: dict) -> None:

@@ -22,18 +22,29 @@ STEP_FIELDS = ("step", "tokens", "seconds", "loss", "learning_rate", "gradient_n
 EVALUATION_FIELDS = ("step", "tokens", "seconds", "loss")
 
 
+class RowFiles:
+    """CSV files of a run's rows. After a resume, what came later than the checkpoint is written anew."""
+
+    def __init__(self, folder: Path, done: RunProgress, **fields: tuple[str, ...]):
+        """fields: of each file, by its name."""
+        self.files, self.fields = {name: folder / f"{name}.csv" for name in fields}, fields
+        for name, path in self.files.items():
+            rows = [row for row in read(path) if int(row["step"]) <= done.step]
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, fields[name])
+                writer.writeheader()
+                writer.writerows(rows)
+
+    def add(self, name: str, row: dict) -> None:
+        with self.files[name].open("a", newline="") as file:
+            csv.DictWriter(file, self.fields[name]).writerow(row)
+
+
 class Log:
     """Logs one run, in the first process: steps.csv, evaluations.csv and TensorBoard's files in its folder, and a bar."""
 
     def __init__(self, folder: Path, name: str, done: RunProgress):
-        # After a resume, what came later than the checkpoint is written anew.
-        self.files = {name: folder / f"{name}.csv" for name in ("steps", "evaluations")}
-        for kind, fields in (("steps", STEP_FIELDS), ("evaluations", EVALUATION_FIELDS)):
-            rows = [row for row in read(self.files[kind]) if int(row["step"]) <= done.step]
-            with self.files[kind].open("w", newline="") as file:
-                writer = csv.DictWriter(file, fields)
-                writer.writeheader()
-                writer.writerows(rows)
+        self.files = RowFiles(folder, done, steps=STEP_FIELDS, evaluations=EVALUATION_FIELDS)
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=done.step + 1)
         columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}"))
         self.bar = Progress(*columns, console=console, disable=not sys.stdout.isatty())
@@ -55,8 +66,7 @@ class Log:
         console.print(f"step {row['step']}: held-out loss {row['loss']:.4f} nats a token")
 
     def _write(self, kind: str, row: dict) -> None:
-        with self.files[kind].open("a", newline="") as file:
-            csv.DictWriter(file, row.keys()).writerow(row)
+        self.files.add(kind, row)
         for name, value in row.items():
             if name not in ("step", "tokens") and value not in (None, ""):
                 self.board.add_scalar(f"{kind}/{name}", value, row["step"])

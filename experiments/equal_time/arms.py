@@ -50,13 +50,6 @@ SEEDS = {
 }
 
 
-def arm_of(name: str) -> Arm:
-    """Raises ValueError for a name that is none of ARMS."""
-    if name not in ARMS:
-        raise ValueError(f"arm must be one of {', '.join(ARMS)}; got {name!r}")
-    return ARMS[name]
-
-
 @dataclass(frozen=True)
 class TunedSettings:
     """The settings that tuning chose for an arm, on a seed that is not reported."""

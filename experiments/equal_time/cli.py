@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from examples.train_lm import checkpoint, data, parallel
 from examples.train_lm.cli import Data, Device, user_errors
@@ -26,9 +25,9 @@ from examples.train_lm.report import console
 from examples.train_lm.settings import PRESETS
 from examples.train_lm.settings import preset as preset_of
 
-from ..files import whole_file
+from ..files import check_one_of, right_aligned, whole_file
 from . import evaluate, results, windows
-from .arms import ARMS, LEARNING_RATES, SEEDS, TUNED_FILE, TunedSettings, arm_of, complete_settings
+from .arms import ARMS, LEARNING_RATES, SEEDS, TUNED_FILE, TunedSettings, complete_settings
 from .run import run as run_arm
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -71,8 +70,6 @@ def run(
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 1,
     learning_rate: Annotated[float | None, typer.Option(help="Its peak. [what tuning chose]")] = None,
     log_length: Annotated[bool | None, typer.Option("--log-length/--no-log-length", help="[what tuning chose]")] = None,
-    step_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 65_536,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     folder: Data = FOLDER,
     out: Annotated[Path, typer.Option(help="A JSON file for the result.")] = Path("runs/equal_time/result.json"),
     keep: Annotated[Path | None, typer.Option(help="A folder for the last checkpoint.")] = None,
@@ -81,10 +78,10 @@ def run(
 ) -> None:
     """Train one arm for --seconds, and evaluate it."""
     with user_errors(), parallel.join_world(device) as world:
-        arm, shape = arm_of(name), preset_of(preset)
+        check_one_of(ARMS, arm=name)
         how = complete_settings(preset, name, learning_rate, log_length)
         first = start and checkpoint.resolve_checkpoint(start)
-        found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, first, keep)
+        found = run_arm(name, ARMS[name], preset_of(preset), how, seconds, seed, folder, world, start=first, keep=keep)
         _write(out, {"preset": preset, **found})
 
 
@@ -103,8 +100,7 @@ def run_missing(
     Several such commands share one folder: each run is claimed by a file, ARM-SEED.running. Give each a GPU of its own.
     """
     with user_errors():
-        if preset not in SEEDS:
-            raise ValueError(f"preset must be one of {', '.join(SEEDS)}, which have reported runs; got {preset!r}")
+        check_one_of(SEEDS, preset=preset)  # those that have reported runs
         runs = sorted((seed, name) for name, seeds in SEEDS[preset].items() for seed in seeds)
         out.mkdir(parents=True, exist_ok=True)
         for seed, name in runs:
@@ -135,52 +131,33 @@ def tune(
     preset: Preset = "30M",
     seconds: Seconds = 90.0,
     seed: Annotated[int, typer.Option(help="One that is not reported.")] = 1000,
-    step_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 65_536,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     folder: Data = FOLDER,
-    out: Annotated[Path, typer.Option(help="A folder for the results.")] = Path("runs/equal_time/tuning"),
+    target: Annotated[Path, typer.Option(help="The file that run reads.")] = TUNED_FILE,
     device: Device = "auto",
 ) -> None:
-    """Train an arm with each learning rate; a dense one with log-length scaling too, at the best of them."""
+    """Train an arm with each learning rate; a dense one with log-length scaling too, at the best of them. Writes down the best, and
+    all that was tried; presets and other arms stay as they are."""
     with user_errors(), parallel.join_world(device) as world:
-        arm, shape, losses = arm_of(name), preset_of(preset), {}
+        check_one_of(ARMS, arm=name)
+        arm, shape, tried = ARMS[name], preset_of(preset), {}
 
         def trial(how: TunedSettings) -> None:
-            found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, tuning=True)
-            losses[how] = min(map(evaluate.mean_loss, found["evaluations"].values()))
-            scaled = "-log-length" if how.log_length else ""
-            _write(out / f"{preset}-{name}-{how.learning_rate:g}{scaled}.json", {"preset": preset, **found})
+            found = run_arm(name, arm, shape, how, seconds, seed, folder, world, tuning=True)
+            loss = min(map(evaluate.mean_loss, found["evaluations"].values()))
+            tried[how] = {"loss": round(loss, 4), "seed": seed, "seconds": seconds, "tokens": found["tokens"]}
+
+        def best() -> TunedSettings:
+            return min(tried, key=lambda how: tried[how]["loss"])
 
         for rate in LEARNING_RATES:
             trial(TunedSettings(rate, False))
         if arm.is_dense:
-            trial(TunedSettings(min(losses, key=losses.__getitem__).learning_rate, True))
-        best = min(losses, key=losses.__getitem__)
-        console.print(f"{name}: best {best}: {losses[best]:.4f}", markup=False)
-
-
-@app.command()
-def choose(
-    files: Files,
-    target: Annotated[Path, typer.Option(help="The file that run reads.")] = TUNED_FILE,
-) -> None:
-    """Write what tuning chose, and all that it tried. Presets and arms that the files are not of stay as they are."""
-    with user_errors():
-        before = json.loads(target.read_text()) if target.exists() else {"chosen": {}, "tried": {}}
-        tried: dict[str, dict[str, list]] = {}
-        for path in files:
-            one = results.read(path)
-            how = TunedSettings(one["settings"]["learning_rate"], one["settings"]["log_length"])
-            loss = min(map(evaluate.mean_loss, one["evaluations"].values()))
-            about = {"loss": round(loss, 4), "seed": one["seed"], "seconds": one["budget"], "tokens": one["tokens"]}
-            tried.setdefault(one["preset"], {}).setdefault(one["arm"], []).append((loss, how, {**asdict(how), **about}))
-        best = {p: {arm: asdict(min(rows, key=lambda r: r[0])[1]) for arm, rows in arms.items()} for p, arms in tried.items()}
-        every = {p: {arm: [row[2] for row in rows] for arm, rows in arms.items()} for p, arms in tried.items()}
-
-        def with_others(name: str, found: dict[str, dict]) -> dict[str, dict]:
-            return before[name] | {p: before[name].get(p, {}) | arms for p, arms in found.items()}
-
-        _write(target, {"chosen": with_others("chosen", best), "tried": with_others("tried", every)})
+            trial(TunedSettings(best().learning_rate, True))
+        table = json.loads(target.read_text()) if target.exists() else {"chosen": {}, "tried": {}}
+        table["chosen"].setdefault(preset, {})[name] = asdict(best())
+        table["tried"].setdefault(preset, {})[name] = [asdict(how) | about for how, about in tried.items()]
+        console.print(f"{name}: best {best()}: {tried[best()]['loss']}", markup=False)
+        _write(target, table)
 
 
 @app.command()
@@ -193,10 +170,9 @@ def report(
     with user_errors():
         found = results.load(files)
         rows = results.compare_arms(found, base)
-        training = _table("training", "seeds,loss,tokens/s,epochs,tokens to loss,time to loss,last quarter")
-        gains = _table(
-            f"lower than {base} by nats a token, ± a standard error over packages", "all,at 0-1K,beyond that,far identifiers"
-        )
+        of_training = "seeds", "loss", "tokens/s", "epochs", "tokens to loss", "time to loss", "last quarter"
+        training, gained = right_aligned("training", "arm", of_training), ("all", "at 0-1K", "beyond that", "far identifiers")
+        gains = right_aligned(f"lower than {base} by nats a token, ± a standard error over packages", "arm", gained)
         for row in rows:
             spread = "" if row["seeds"] == 1 else f" ± {row['spread']:.4f}"
             training.add_row(
@@ -216,14 +192,6 @@ def report(
 
 def _ratio(ratio: float) -> str:
     return f"{ratio:.2f}x" if math.isfinite(ratio) else "never"
-
-
-def _table(title: str, headings: str) -> Table:
-    table = Table(title=title)
-    table.add_column("arm")
-    for heading in headings.split(","):
-        table.add_column(heading, justify="right")
-    return table
 
 
 def _write(path: Path, result: dict) -> None:

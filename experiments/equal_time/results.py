@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Literal
 import matplotlib
 import numpy as np
 
+from ..files import read_result
 from . import evaluate
 
 matplotlib.use("agg")
@@ -85,23 +85,11 @@ class Result:
         return float(np.mean(shares))
 
 
-def read(path: Path) -> dict:
-    """One result. Raises ValueError for a file that ``run`` or ``tune`` did not write."""
-    try:
-        found = json.loads(path.read_text())
-        missing = [name for name in ("arm", "preset", "budget", "settings", "evaluations") if name not in found]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no result of run: {type(error).__name__}: {error}") from error
-    if missing:
-        raise ValueError(f"{path} is no result of run: it has no {missing[0]}; pass the files that run --out wrote")
-    return found
-
-
 def load(paths: list[Path]) -> dict[str, Result]:
     """Results by arm, from files that ``run`` wrote. Raises ValueError for files that cannot be compared."""
     runs: dict[str, list[dict]] = {}
     for path in paths:
-        run = read(path)
+        run = read_result(path, "run", "arm", "preset", "budget", "settings", "evaluations")
         some = runs.setdefault(run["arm"], [])
         if run["seed"] in [other["seed"] for other in some]:
             raise ValueError(f"{path} is a second run of {run['arm']} with seed {run['seed']}; pass one for each seed")

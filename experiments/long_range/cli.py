@@ -20,16 +20,16 @@ import typer
 
 from examples.train_lm import parallel
 from examples.train_lm.cli import user_errors
-from examples.train_lm.settings import Shape
 
+from ..files import check_one_of
 from . import checkpoint, data, report
-from .climb import Stage, preparing_images, stages_to
+from .climb import Stage, prepare_images, stages_to
 from .climb import climb as climb_stages
 from .data import TASKS, Examples
 from .listops import ListOps
 from .pathfinder import Pathfinder
 from .report import console
-from .settings import ATTENTIONS, SHAPE, Settings, check_settings, default_batch, default_micro_batch, density, tokens_of
+from .settings import ATTENTIONS, PRESETS, Settings, check_settings, default_batch, default_micro_batch, density, tokens_of
 from .train import End, Run
 
 TASK, SIZE, DASHES = Pathfinder.name, 32, 14
@@ -44,19 +44,14 @@ Dashes = Annotated[int, typer.Option(help="Of Pathfinder: of the long paths; 6 a
 Data = Annotated[Path | None, typer.Option("--data", help="Folder of examples. [runs/long_range/data/TASK-SIZE-DASHES]")]
 Attention = Annotated[str, typer.Option(help=f"{', '.join(ATTENTIONS)}, or spec text.")]
 Workers = Annotated[int, typer.Option(help="Processes. [one for each CPU core]")]
-Dim = Annotated[int, typer.Option(help="Width of the model.")]
-Layers = Annotated[int, typer.Option(help="Blocks.")]
-Heads = Annotated[int, typer.Option(help="Heads of attention.")]
-HeadDim = Annotated[int, typer.Option(help="Width of a head.")]
-MlpDim = Annotated[int, typer.Option(help="Inner width of a block's MLP.")]
+Preset = Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")]
 Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")]
 Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.")]
 
 
 def _folder(name: str, size: int, dashes: int) -> Path:
-    if name not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {name!r}")
+    check_one_of(TASKS, task=name)
     return Path("runs/long_range/data") / (f"{name}-{size}-{dashes}" if name == Pathfinder.name else name)
 
 
@@ -71,7 +66,7 @@ def prepare(
     workers: Workers = WORKERS,
     folder: Data = None,
 ) -> None:
-    """Make examples. The same command goes on where it was stopped."""
+    """Make examples, unless they are there."""
     with user_errors():
         folder = folder or _folder(task, size, dashes)
         wanted = Pathfinder(size, dashes) if task == Pathfinder.name else ListOps()
@@ -95,18 +90,8 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 0,
     minutes: Annotated[float, typer.Option(help="Instead of steps: of training steps.")] = 0.0,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step. [by the number of tokens]")] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Examples computed at a time. [with up to 1,048,576 tokens]")
-    ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps until the learning rate is at its peak.")] = 500,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
-    weight_decay: Annotated[float, typer.Option(min=0, help="AdamW's, of matrices.")] = 0.05,
-    dim: Dim = SHAPE.dim,
-    layers: Layers = SHAPE.layers,
-    heads: Heads = SHAPE.heads,
-    head_dim: HeadDim = SHAPE.head_dim,
-    mlp_dim: MlpDim = SHAPE.mlp_dim,
-    turns: Annotated[bool, typer.Option("--turns/--no-turns", help="Turn and mirror images by chance.")] = True,
+    preset: Preset = "full",
     compiled: Compiled = True,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of examples.")] = 0,
     evaluations: Annotated[int, typer.Option(min=1, help="On the held-out examples, evenly spread; each also saves.")] = 20,
@@ -121,6 +106,7 @@ def train(
     """Train a classifier on one device."""
     with user_errors(), parallel.join_world(device) as world:
         _check_alone(world)
+        check_one_of(PRESETS, preset=preset)
         given = {name: value for name, value in (("name", task), ("size", size), ("dashes", dashes)) if value is not None}
         folder = folder or _folder(**{"name": TASK, "size": SIZE, "dashes": DASHES} | given)
         examples = Examples(folder, "train")
@@ -130,16 +116,13 @@ def train(
         batch = batch or default_batch(examples.task)
         settings = Settings(
             task=examples.manifest["task"],
-            shape=_shape(dim, layers, heads, head_dim, mlp_dim),
+            shape=PRESETS[preset],
             attention=attention,
             batch=batch,
-            micro_batch=micro_batch or default_micro_batch(examples.task, batch),
+            micro_batch=default_micro_batch(examples.task, batch),
             steps=steps,
             minutes=minutes,
-            warmup=warmup,
             learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            turns=turns,
             compiled=compiled,
             seed=seed,
         )
@@ -165,14 +148,7 @@ def climb(
     train: Annotated[int | None, typer.Option(min=1, help="Training images of each run. [by size, 10,000 to 80,000]")] = None,
     held_out: Annotated[int | None, typer.Option(min=1, help="Held-out images of each run. [by size, 1,000 to 4,000]")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step. [by the number of tokens]")] = None,
-    warmup: Annotated[
-        int | None, typer.Option(min=0, help="Steps of each run until the learning rate is at its peak. [first 500, then 100]")
-    ] = None,
-    dim: Dim = SHAPE.dim,
-    layers: Layers = SHAPE.layers,
-    heads: Heads = SHAPE.heads,
-    head_dim: HeadDim = SHAPE.head_dim,
-    mlp_dim: MlpDim = SHAPE.mlp_dim,
+    preset: Preset = "full",
     compiled: Compiled = True,
     evaluations: Annotated[int, typer.Option(min=3, help="Of each run, evenly spread; each also saves.")] = 5,
     workers: Workers = WORKERS,
@@ -183,24 +159,24 @@ def climb(
     """Train on Pathfinder's images, from easy ones to large ones. The same command goes on where it was stopped."""
     with user_errors(), parallel.join_world(device) as world:
         _check_alone(world)
+        check_one_of(PRESETS, preset=preset)
         counts = {name: value for name, value in (("train", train), ("held_out", held_out)) if value is not None}
         stages: list[tuple[Stage, Settings]] = []
         for stage, share in stages_to(to, minutes):
             images = batch or default_batch(stage.task)
             settings = Settings(
                 task=data.fields_of(stage.task),
-                shape=_shape(dim, layers, heads, head_dim, mlp_dim),
+                shape=PRESETS[preset],
                 attention=attention if stages else first,
                 batch=images,
                 micro_batch=default_micro_batch(stage.task, images),
                 minutes=share,
-                warmup=stage.warmup if warmup is None else warmup,
+                warmup=stage.warmup,
                 learning_rate=stage.learning_rate,
                 compiled=compiled,
             )
             stages.append((replace(stage, **counts), check_settings(settings)))
-        with preparing_images([stage for stage, _ in stages], folder, workers) as wait_for_images:
-            runs = climb_stages(stages, wait_for_images, out, world, seeds, evaluations)
+        runs = climb_stages(stages, lambda stage: prepare_images(stage, folder, workers), out, world, seeds, evaluations)
         if runs is None:
             console.print("stopped early; the same command goes on", soft_wrap=True, markup=False)
             raise typer.Exit(130)
@@ -211,10 +187,6 @@ def climb(
 def _check_alone(world: parallel.World) -> None:
     if world.size > 1:
         raise ValueError(f"this trains on one device; got {world.size} ranks; start it without torchrun")
-
-
-def _shape(dim: int, layers: int, heads: int, head_dim: int, mlp_dim: int) -> Shape:
-    return replace(SHAPE, dim=dim, layers=layers, heads=heads, kv_heads=heads, head_dim=head_dim, mlp_dim=mlp_dim)
 
 
 def _introduce(run: Run) -> None:

@@ -6,12 +6,8 @@ Whether the first run leaves 50 % is luck (docs/evidence.md), so several seeds t
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from examples.train_lm.parallel import World
@@ -60,10 +56,6 @@ STAGES = (
 )
 
 
-class Lost(ValueError):
-    """No seed of the first run has learned anything."""
-
-
 def stages_to(size: int, minutes: float) -> list[tuple[Stage, float]]:
     """The stages up to images of ``size``, and the minutes of training steps of each, of ``minutes`` in all."""
     if size not in {stage.size for stage in STAGES}:
@@ -75,64 +67,29 @@ def stages_to(size: int, minutes: float) -> list[tuple[Stage, float]]:
     return [(stage, minutes * stage.share / whole) for stage in stages]
 
 
-@contextmanager
-def preparing_images(stages: list[Stage], folder: Path, workers: int) -> Iterator[Callable[[Stage], Path]]:
-    """Makes the images of all stages, in order, in other processes while this one trains. Yields a function that waits until a
-    stage's images are complete and returns their folder. It raises ValueError if they cannot be made."""
-    folders = {stage: folder / f"{Pathfinder.name}-{stage.name}" for stage in stages}
-    jobs = [(target, stage.task, stage.train, stage.held_out) for stage, target in folders.items()]
-    context, made = get_context("spawn"), []
-    receiver, sender = context.Pipe(duplex=False)
-    maker = context.Process(target=_make, args=(jobs, workers, sender))
-    maker.start()
-    sender.close()  # so that the end of the process is seen
-
-    def wait_for(stage: Stage) -> Path:
-        while stage not in made:
-            with console.status(f"waiting for images of {stage.size} x {stage.size} pixels"):
-                try:
-                    refusal = receiver.recv()
-                except EOFError:
-                    refusal = f"the process that makes images of {stage.size} x {stage.size} pixels ended; the same command goes on"
-            if refusal:
-                raise ValueError(refusal)
-            made.append(stages[len(made)])
-        return folders[stage]
-
-    try:
-        yield wait_for
-    finally:
-        maker.terminate()
-        maker.join()
-
-
-def _make(jobs: list[tuple], workers: int, sender: Connection) -> None:
-    """Sends None for each folder that is complete, or why it cannot be."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # the bars of training have the terminal
-        try:
-            for folder, task, train, held_out in jobs:
-                data.prepare(folder, task, train, held_out, workers=workers)
-                sender.send(None)
-        except ValueError as error:
-            sender.send(str(error))
+def prepare_images(stage: Stage, folder: Path, workers: int) -> Path:
+    """The folder of a stage's images, in ``folder``. Makes those that are not there."""
+    target = folder / f"{Pathfinder.name}-{stage.name}"
+    data.prepare(target, stage.task, stage.train, stage.held_out, workers=workers)
+    return target
 
 
 def climb(
     stages: list[tuple[Stage, Settings]],
-    wait_for_images: Callable[[Stage], Path],
+    images_of: Callable[[Stage], Path],
     folder: Path,
     world: World,
     seeds: int,
     evaluations: int,
 ) -> list[Path] | None:
     """Returns the folders of the runs, a run for each stage; None if Ctrl-C or SIGTERM came before the end. The first stage's run
-    belongs to the first seed that learns the stage. wait_for_images: see ``preparing_images``.
+    belongs to the first seed that learns the stage. images_of: the folder of a stage's images.
 
-    Raises ``Lost`` if no seed learns the first stage. A later run starts from the last one that learned its own stage.
+    Raises ValueError if no seed learns the first stage. A later run starts from the last one that learned its own stage.
     """
     (first, settings), *others = stages
     for seed in range(seeds):
-        run = Run(replace(settings, seed=seed), folder / f"{first.name}-seed-{seed}", wait_for_images(first), world)
+        run = Run(replace(settings, seed=seed), folder / f"{first.name}-seed-{seed}", images_of(first), world)
         was_given_up = run.resumed and _knows_nothing(run.done, _last_accuracy(run.folder))
         if not was_given_up and _train(run, evaluations, _knows_nothing) is End.STOPPED:
             return None
@@ -140,10 +97,10 @@ def climb(
             break
         console.print(f"seed {seed} knows nothing: {accuracy:.1%}")
     else:
-        raise Lost(f"nothing was learned of {first.dashes} dashes with {seeds} seed(s); pass more --seeds or --minutes")
+        raise ValueError(f"nothing was learned of {first.dashes} dashes with {seeds} seed(s); pass more --seeds or --minutes")
     ended, start = [run.folder], run.folder
     for stage, settings in others:
-        run = Run(settings, folder / stage.name, wait_for_images(stage), world, start=checkpoint.find_checkpoint(start))
+        run = Run(settings, folder / stage.name, images_of(stage), world, start=checkpoint.find_checkpoint(start))
         if _train(run, evaluations) is End.STOPPED:
             return None
         ended.append(run.folder)

@@ -6,8 +6,7 @@ A prepared folder holds
     train.inputs.npy, held_out.inputs.npy    uint8, (examples, height, width) or (examples, tokens)
     train.labels.npy, held_out.labels.npy    uint8, (examples,)
 
-It is complete once manifest.json is there, which is written last. Until then SPLIT.done.npy says which pieces are, and the same
-call goes on with the others. A piece depends on the seed, the split and its number alone.
+It is complete once manifest.json is there, which is written last. A piece depends on the seed, the split and its number alone.
 """
 
 from __future__ import annotations
@@ -53,38 +52,31 @@ def prepare(folder: Path, task: Task, train: int, held_out: int, seed: int = 0, 
     if min(train, held_out, workers) < 1:
         raise ValueError(f"train, held_out and workers must be at least 1; got {train}, {held_out} and {workers}")
     request = {"task": fields_of(task), "train": train, "held_out": held_out, "seed": seed}
-    finished, begun = folder / "manifest.json", folder / "request.json"
-    for there in filter(Path.exists, (finished, begun)):
-        manifest = json.loads(there.read_text())
+    finished = folder / "manifest.json"
+    if finished.exists():
+        manifest = json.loads(finished.read_text())
         given = {name: manifest.get(name) for name in request}
         if given != request:
             raise ValueError(f"{folder} holds {given}; now asked for {request}; pass another --data, or remove the folder")
-        if there == finished:
-            return manifest
+        return manifest
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(begun, request)
-    done = {}
     for split in SPLITS:
-        count = request[split]
-        _array(folder / f"{split}.inputs.npy", np.uint8, (count, *task.shape))
-        _array(folder / f"{split}.labels.npy", np.uint8, (count,))
-        done[split] = _array(folder / f"{split}.done.npy", np.bool_, (-(-count // task.together),))
-    jobs = [(split, int(number)) for split in SPLITS for number in np.flatnonzero(~done[split])]
+        for kind, shape in (("inputs", task.shape), ("labels", ())):
+            open_memmap(folder / f"{split}.{kind}.npy", mode="w+", dtype=np.uint8, shape=(request[split], *shape))
+    jobs = [(split, number) for split in SPLITS for number in range(-(-request[split] // task.together))]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, transient=True) as progress, _workers(workers) as in_any_order:
-        bar = progress.add_task(f"pieces of {task.together:,}", total=sum(map(len, done.values())))
-        progress.advance(bar, sum(int(one.sum()) for one in done.values()))
-        for split, number in in_any_order(partial(_make, folder, task, seed), jobs):
-            done[split][number] = True
+        bar = progress.add_task(f"pieces of {task.together:,}", total=len(jobs))
+        for _ in in_any_order(partial(_make, folder, task, seed), jobs):
             progress.advance(bar)
     labels = {split: np.bincount(np.load(folder / f"{split}.labels.npy"), minlength=task.classes).tolist() for split in SPLITS}
-    _write_json(finished, manifest := {**request, "labels": labels})
-    for left in (begun, *(folder / f"{split}.done.npy" for split in SPLITS)):
-        left.unlink()
+    manifest = {**request, "labels": labels}
+    with whole_file(finished) as partial_path:
+        partial_path.write_text(json.dumps(manifest, indent=1))
     return manifest
 
 
-def _make(folder: Path, task: Task, seed: int, job: tuple[str, int]) -> tuple[str, int]:
+def _make(folder: Path, task: Task, seed: int, job: tuple[str, int]) -> None:
     """Makes one piece of a split."""
     split, number = job
     inputs, labels = (open_memmap(folder / f"{split}.{kind}.npy", mode="r+") for kind in ("inputs", "labels"))
@@ -93,7 +85,6 @@ def _make(folder: Path, task: Task, seed: int, job: tuple[str, int]) -> tuple[st
     inputs[piece], labels[piece] = task.make(len(labels[piece]), rng)
     inputs.flush()
     labels.flush()
-    return job
 
 
 @contextmanager
@@ -106,19 +97,6 @@ def _workers(count: int) -> Iterator:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with get_context("spawn").Pool(count) as pool:
         yield pool.imap_unordered
-
-
-def _array(path: Path, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
-    """A file of zeros, mapped; the one that is there, if there is one."""
-    if not path.exists():
-        with whole_file(path) as partial_path:
-            open_memmap(partial_path, mode="w+", dtype=dtype, shape=shape).flush()
-    return open_memmap(path, mode="r+")
-
-
-def _write_json(path: Path, found: dict) -> None:
-    with whole_file(path) as partial_path:
-        partial_path.write_text(json.dumps(found, indent=1))
 
 
 class Examples:

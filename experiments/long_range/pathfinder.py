@@ -20,6 +20,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
+from ..files import check_one_of
 from .paths import POINTS, Drawing, long_paths, short_paths, squared_length
 
 # The hard sets of arXiv:2011.04006, as lra_benchmarks/data/pathfinder.py documents them; at 128 their gap is 2 or 3. Their easy
@@ -52,8 +53,7 @@ class Pathfinder:
     wavelengths: ClassVar[tuple[float, float]] = 1.0, 32.0  # of rotary positions, the shortest and the longest, in units
 
     def __post_init__(self):
-        if self.size not in DRAWINGS:
-            raise ValueError(f"size must be one of {', '.join(map(str, DRAWINGS))}; got {self.size}")
+        check_one_of(DRAWINGS, size=self.size)
         most = DRAWINGS[self.size].dashes
         if not _LEAST_DASHES <= self.dashes <= most:
             raise ValueError(f"dashes must be {_LEAST_DASHES} to {most}; got {self.dashes}")

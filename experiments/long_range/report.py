@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 
@@ -12,8 +11,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from examples.train_lm.checkpoint import Progress as RunProgress
-from examples.train_lm.report import console, read
+from examples.train_lm.report import RowFiles, console, read
 
+from ..files import right_aligned
 from . import checkpoint
 from .data import task_of
 from .settings import density, tokens_of
@@ -31,37 +31,21 @@ class Log:
     """The log of one run: steps.csv and evaluations.csv in its folder, and a progress bar."""
 
     def __init__(self, folder: Path, name: str, done: RunProgress):
-        self.files = {kind: folder / f"{kind}.csv" for kind in FIELDS}
-        for kind, fields in FIELDS.items():  # after a resume, rows later than the checkpoint are dropped
-            rows = [row for row in read(self.files[kind]) if int(row["step"]) <= done.step]
-            with self.files[kind].open("w", newline="") as file:
-                writer = csv.DictWriter(file, fields)
-                writer.writeheader()
-                writer.writerows(rows)
-        columns = (
-            TextColumn(name, markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[said]}"),
-        )
-        self.bar = Progress(*columns, console=console, disable=not sys.stdout.isatty())
+        self.files = RowFiles(folder, done, **FIELDS)
+        columns = TextColumn(name, markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+        self.bar = Progress(*columns, TextColumn("{task.fields[said]}"), console=console, disable=not sys.stdout.isatty())
         self.task = self.bar.add_task(name, total=1.0, said="")
         self.bar.start()
 
     def step(self, row: dict, done: float) -> None:
-        self._write("steps", row)
+        self.files.add("steps", row)
         said = f"loss {row['loss']:.3f} accuracy {row['accuracy']:.1%} {row['examples_per_second']:,.0f} examples/s"
         self.bar.update(self.task, completed=done, said=said)
 
     def evaluation(self, row: dict) -> None:
-        self._write("evaluations", row)
+        self.files.add("evaluations", row)
         minutes = f"{row['seconds'] / 60:.1f} minutes, {row['examples']:,} examples"
         console.print(f"step {row['step']:,} ({minutes}): {row['accuracy']:.1%} ± {row['error']:.1%} of the held-out right")
-
-    def _write(self, kind: str, row: dict) -> None:
-        with self.files[kind].open("a", newline="") as file:
-            csv.DictWriter(file, FIELDS[kind]).writerow(row)
 
     def close(self) -> None:
         self.bar.stop()
@@ -101,9 +85,8 @@ def plot(runs: list[Path], target: Path) -> Path:
 
 def results(runs: list[Path]) -> Table:
     """A row for each run: its accuracy at the end, and when the shortest run of the same task ended."""
-    table = Table(title="held-out accuracy")
-    for heading in ("run", "task", "attention", "pairs kept", "examples", "minutes", "accuracy", "at the same time"):
-        table.add_column(heading, justify="left" if heading in ("run", "task", "attention") else "right")
+    numbers = "pairs kept", "examples", "minutes", "accuracy", "at the same time"
+    table = right_aligned("held-out accuracy", "run,task,attention", numbers)
     found = []
     for run in runs:
         settings, _, _ = checkpoint.read(checkpoint.find_checkpoint(run))

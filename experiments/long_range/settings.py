@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -20,7 +20,10 @@ ATTENTIONS: dict[str, Callable[[int], str]] = {
     "butterfly": lambda tokens: "butterfly(block=128) | local(128)",
     "window": lambda tokens: f"local({max(1, round(density(ATTENTIONS['butterfly'](tokens), tokens) * tokens / 2))})",
 }
-SHAPE = Shape(dim=128, layers=6, heads=4, kv_heads=4, head_dim=64, mlp_dim=256, vocabulary=1)
+PRESETS = {
+    "full": Shape(dim=128, layers=6, heads=4, kv_heads=4, head_dim=64, mlp_dim=256, vocabulary=1),
+    "tiny": Shape(dim=16, layers=1, heads=1, kv_heads=1, head_dim=16, mlp_dim=16, vocabulary=1),
+}
 _BATCHES = {1024: 256, 4096: 256, 16_384: 64, 65_536: 32}  # by tokens; 128 for others
 _MICRO_TOKENS = 1 << 20
 
@@ -31,8 +34,7 @@ class Settings:
 
     task: its name and fields. attention: spec text, or "dense". shape: of the model; the vocabulary is the
     task's. batch: examples of an optimizer step; micro_batch: of a pass, where the rest of a step is accumulated. steps: optimizer
-    steps; where 0, ``minutes`` of training steps. warmup: steps. learning_rate: its peak; it falls to zero on a cosine. turns: each
-    image is turned and mirrored by chance, which changes no label.
+    steps; where 0, ``minutes`` of training steps. warmup: steps. learning_rate: its peak; it falls to zero on a cosine.
     """
 
     task: dict[str, Any]
@@ -46,7 +48,6 @@ class Settings:
     learning_rate: float = 1e-3
     weight_decay: float = 0.05
     clip: float = 1.0
-    turns: bool = True
     compiled: bool = True
     seed: int = 0
 
@@ -79,17 +80,10 @@ def default_micro_batch(task: Task, batch: int) -> int:
 def check_settings(settings: Settings) -> Settings:
     """The settings, with the spec text of a named attention. Raises ValueError for what cannot work."""
     task, shape = task_of(settings.task), settings.shape
-    for name, value in (asdict(shape) | {"batch": settings.batch, "micro_batch": settings.micro_batch}).items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
-    if shape.heads % shape.kv_heads:
-        raise ValueError(f"kv_heads must divide heads; got {shape.kv_heads} and {shape.heads}")
     if shape.head_dim % (2 * len(task.shape)):
         raise ValueError(
             f"head_dim must be a multiple of {2 * len(task.shape)}, for rotary positions of each axis; got {shape.head_dim}"
         )
-    if settings.batch % settings.micro_batch:
-        raise ValueError(f"micro_batch must divide batch; got {settings.micro_batch} and {settings.batch}")
     if settings.steps < 0 or (settings.steps == 0) == (settings.minutes <= 0):
         raise ValueError(f"pass either --steps or --minutes, positive; got {settings.steps} steps, {settings.minutes} minutes")
     return replace(settings, attention=_spec(settings.attention, tokens_of(task)))

@@ -125,7 +125,7 @@ class Run:
         for first in range(0, settings.batch, settings.micro_batch):
             piece = slice(first, first + settings.micro_batch)
             inputs, labels = load_batch(self.examples, rows[piece], self.world)
-            if settings.turns and inputs.dim() == 3:
+            if inputs.dim() == 3:  # images; this changes no label
                 inputs = turn_images(inputs, torch.from_numpy(turns[piece]).to(inputs.device))
             part, hits = self._loss(inputs, labels)
             (part / settings.batch).backward()

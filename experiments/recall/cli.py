@@ -20,12 +20,11 @@ from examples.train_lm import parallel
 from examples.train_lm.cli import Device, user_errors
 from examples.train_lm.report import console
 
-from ..files import whole_file
+from ..files import check_one_of, whole_file
 from . import report
 from .arms import build_arms as arms_of
 from .arms import measure_reach
 from .settings import PRESETS, Trial, check_trial
-from .settings import preset as preset_of
 from .train import run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -34,12 +33,12 @@ Preset = Annotated[str, typer.Option(help=f"Sizes of model and task: {', '.join(
 Length = Annotated[int | None, typer.Option(help="Tokens of a sequence. [the preset's, as all sizes]")]
 Layers = Annotated[int | None, typer.Option(min=1, help="Layers of the model.")]
 Window = Annotated[int | None, typer.Option(help="Tokens that each query sees next to it.")]
-Block = Annotated[int | None, typer.Option(help="Tokens of a unit of powers and butterfly, and of a chosen block.")]
 
 
 def trial_of(preset: str, sizes: dict[str, int | None], **rest) -> Trial:
     """A preset's trial, with the given sizes instead of its own. sizes: by name, as in Trial, its task and its shape."""
-    base = preset_of(preset)
+    check_one_of(PRESETS, preset=preset)
+    base = PRESETS[preset]
     given = {name: size for name, size in sizes.items() if size is not None}
 
     def with_given(part):
@@ -54,11 +53,10 @@ def arms(
     length: Length = None,
     layers: Layers = None,
     window: Window = None,
-    block: Block = None,
 ) -> None:
     """Prints the compared masks, what they keep, and how far they reach according to explain."""
     with user_errors():
-        base = trial_of(preset, {"length": length, "layers": layers, "window": window, "block": block})
+        base = trial_of(preset, {"length": length, "layers": layers, "window": window})
         depth = base.shape.layers
         table = Table(title=f"{depth} layers, {base.task.length:,} tokens; causal pairs in %")
         for heading in ("arm", "layers: mask", "kept", "explain: within reach after layers", "after all", "most hops"):
@@ -96,14 +94,12 @@ def train(
     ] = None,
     layers: Layers = None,
     window: Window = None,
-    block: Block = None,
     step_tokens: Annotated[int | None, typer.Option(help="Tokens of an optimizer step.")] = None,
     steps: Annotated[int, typer.Option(help="The budget in optimizer steps.")] = 0,
     seconds: Annotated[float, typer.Option(help="Instead of steps: seconds of training steps; compiling does not count.")] = 0.0,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 3e-3,
     seed: Annotated[list[int] | None, typer.Option(help="Of the weights and the sequences; several are run in turn. [0]")] = None,
     questions: Annotated[int, typer.Option(min=1, help="Held-out questions for evaluation, at least.")] = 65_536,
-    compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile, by block. [on a GPU]")] = None,
     device: Device = "auto",
     out: Annotated[Path, typer.Option(help="A folder for results: ARM-BUDGET-SEED.json.")] = Path("runs/recall"),
 ) -> None:
@@ -112,11 +108,10 @@ def train(
     with user_errors(), parallel.join_world(device) as world:
         if len(set(seeds)) < len(seeds):
             raise ValueError(f"--seed must name each value once; got {', '.join(map(str, seeds))}")
-        on = world.device.type == "cuda" if compiled is None else compiled
         sizes = {"length": length, "pairs": pairs, "askings": askings, "apart": apart, "step_tokens": step_tokens}
-        sizes |= {"layers": layers, "window": window, "block": block}
+        sizes |= {"layers": layers, "window": window}
         budget = {"steps": steps, "seconds": seconds, "learning_rate": learning_rate}
-        base = check_trial(trial_of(preset, sizes, arm=arm, compiled=on, **budget))
+        base = check_trial(trial_of(preset, sizes, arm=arm, compiled=world.device.type == "cuda", **budget))
         results = []
         for number in seeds:
             results.append(run(replace(base, seed=number), world, questions))

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
+from ..files import right_aligned
 from .task import Task
 
 _MAY_DIFFER = ("arm", "seed", "learning_rate", "compiled", "steps", "seconds")  # what may differ between results of one picture
@@ -93,9 +94,8 @@ def tables(found: Found) -> list[Table]:
 def _budget_tables(title: str, found: dict[str, list[dict]]) -> list[Table]:
     results = [result for of_arm in found.values() for result in of_arm]
     octaves = sorted({row["first"] for result in results for row in result["by_distance"]})
-    by_distance = Table(title=f"right answers in % after {title}, by distance from")
-    for heading in ("arm", "seeds", "steps", "s", "tokens/s", "pairs kept", *map(tokens_text, octaves)):
-        by_distance.add_column(heading, justify="left" if heading == "arm" else "right")
+    numbers = "seeds", "steps", "s", "tokens/s", "pairs kept", *map(tokens_text, octaves)
+    by_distance = right_aligned(f"right answers in % after {title}, by distance from", "arm", numbers)
     for arm, of_arm in found.items():
         steps, seconds, speed = (mean(result[name] for result in of_arm) for name in ("steps", "seconds", "tokens_per_second"))
         one_device = len({result["device"] for result in of_arm}) == 1  # a mean over several says nothing
@@ -111,10 +111,8 @@ def _budget_tables(title: str, found: dict[str, list[dict]]) -> list[Table]:
 
 
 def _without_layers(found: dict[str, list[dict]]) -> Table:
-    table = Table(title="right answers in % where the attention of a layer is left out")
     layers = next(iter(found.values()))[0]["trial"]["shape"]["layers"]
-    for heading in ("arm", *map(str, range(layers))):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    table = right_aligned("right answers in % where the attention of a layer is left out", "arm", map(str, range(layers)))
     for arm, of_arm in found.items():
         table.add_row(arm, *(f"{100 * mean(result['without_layer'][layer] for result in of_arm):.1f}" for layer in range(layers)))
     return table
@@ -125,9 +123,8 @@ def _by_count(found: dict[str, list[dict]], name: str, of: str) -> Table:
     rows = {arm: [row for result in of_arm for row in result[f"by_{name}"]] for arm, of_arm in found.items()}
     layers = next(iter(found.values()))[0]["trial"]["shape"]["layers"]
     counts = sorted({row[name] for of_arm in rows.values() for row in of_arm})
-    table = Table(title=f"right answers in %, by {of} (questions in %)")
-    for heading in ("arm", *(f"{count}" if count <= layers else "out of reach" for count in counts)):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    headings = (f"{count}" if count <= layers else "out of reach" for count in counts)
+    table = right_aligned(f"right answers in %, by {of} (questions in %)", "arm", headings)
     for arm, of_arm in rows.items():
         of_count = [[row for row in of_arm if row[name] == count] for count in counts]
         asked = sum(row["questions"] for row in of_arm)

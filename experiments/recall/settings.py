@@ -8,6 +8,7 @@ import sparse_flash as sf
 from examples.train_lm import settings as lm
 from examples.train_lm.settings import Shape
 
+from ..files import check_one_of
 from .arms import Arm, build_arms
 from .task import SLOT, Task
 
@@ -113,24 +114,12 @@ PRESETS = {
 }
 
 
-def preset(name: str) -> Trial:
-    """Raises ValueError for a name that is none of PRESETS."""
-    if name not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
-    return PRESETS[name]
-
-
 def check_trial(trial: Trial) -> Trial:
     """The trial. Raises ValueError for what cannot work: what was wanted, what was given, and the way out."""
     task = trial.task
-    if trial.arm not in (names := build_arms(trial.window, trial.block, task.length)):
-        raise ValueError(f"arm must be one of {', '.join(names)}; got {trial.arm!r}")
+    check_one_of(build_arms(trial.window, trial.block, task.length), arm=trial.arm)
     if min(trial.steps, trial.seconds) < 0 or bool(trial.steps) == bool(trial.seconds):
         raise ValueError(f"pass either --steps or --seconds, positive; got {trial.steps} and {trial.seconds}")
-    if trial.shortest * 15 // 16 <= task.nearest:
-        raise ValueError(
-            f"shortest must hold distances beyond nearest={task.nearest}; got {trial.shortest}; take at least {2 * task.nearest}"
-        )
     stages = len(trial.lengths)
     if task.length % (unit := SLOT * _SHORTER ** (stages - 1)):
         raise ValueError(

@@ -15,6 +15,7 @@ import typer
 from examples.train_lm import parallel
 from examples.train_lm.cli import Device, user_errors
 from examples.train_lm.report import console
+from experiments.files import check_one_of
 from experiments.recall.report import tables
 
 from .compare import NAMES, PRESETS, check_layer_trial, run
@@ -33,8 +34,7 @@ def main(
     device: Device = "auto",
 ) -> None:
     with user_errors(), parallel.join_world(device) as world:
-        if preset not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
+        check_one_of(PRESETS, preset=preset)
         given = {name: value for name, value in (("steps", steps), ("keep", keep)) if value is not None}
         base = replace(PRESETS[preset], seed=seed, **given)
         trials = [check_layer_trial(replace(base, arm=name)) for name in layers or NAMES]

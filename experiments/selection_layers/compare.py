@@ -13,6 +13,7 @@ from examples.selection_layers.shared import ChoosingAttention, Sizes
 from examples.train_lm.model import Decoder
 from examples.train_lm.parallel import World
 from examples.train_lm.settings import SDPA
+from experiments.files import check_one_of
 from experiments.recall import settings as recall
 from experiments.recall import train
 from experiments.recall.arms import Arm
@@ -51,8 +52,7 @@ PRESETS = {"tiny": _preset("tiny", 2, 2, 4, 16, 300), "64K": _preset("64K", 4, 8
 
 def check_layer_trial(trial: LayerTrial) -> LayerTrial:
     """The trial. Raises ValueError for what cannot work."""
-    if trial.arm not in NAMES:
-        raise ValueError(f"layer must be one of {', '.join(NAMES)}; got {trial.arm!r}")
+    check_one_of(NAMES, layer=trial.arm)
     if trial.keep < 1:
         raise ValueError(f"keep must be at least 1, a query's own block; got {trial.keep}")
     if trial.block > trial.shortest:

@@ -17,13 +17,15 @@ from typing import Annotated
 import typer
 
 from .. import row_files
-from ..row_files import device_of, progress, say, user_errors
+from ..files import check_one_of
+from ..row_files import device_of, progress, say, select_rows, user_errors
 from . import picture, report
 from .flow import LONGEST
 from .masks import BY_SHARE, SHARES, VSA
 from .measure import Measurer
 from .model import PRESETS
-from .rows import TRAINED, Arm, select_rows
+from .rows import TRAINED, Arm
+from .rows import rows as all_rows
 from .train import Training
 from .train import train as train_arm
 
@@ -47,7 +49,7 @@ def part_of(text: str) -> tuple[int, int]:
 def list_rows(rows: Rows = None) -> None:
     """List the names of rows, and the models that they need."""
     with user_errors():
-        for name, row in select_rows(rows or []).items():
+        for name, row in select_rows(all_rows(), rows or []).items():
             say(f"{name}  ({row.arm.name}.pt)" if row.arm else name)
 
 
@@ -68,9 +70,9 @@ def train(
 ) -> None:
     """Train one model."""
     with user_errors():
-        for name, given, options in (("mask", mask, TRAINABLE), ("preset", preset, PRESETS), ("share", share, SHARES)):
-            if given not in options:
-                raise ValueError(f"{name} must be one of {', '.join(map(str, options))}; got {given!r}")
+        check_one_of(TRAINABLE, mask=mask)
+        check_one_of(PRESETS, preset=preset)
+        check_one_of(SHARES, share=share)
         arm = Arm(mask, share if mask in BY_SHARE else TRAINED, seed, start is not None)
         out, on = models / f"{arm.name}.pt", device_of(device)
         if out.exists():
@@ -106,7 +108,7 @@ def measure(
     """Measure rows, one after the other, and write each down. Rows whose model is not there are left out."""
     begin = time.monotonic()
     with user_errors():
-        wanted = list(select_rows(rows or []).values())
+        wanted = list(select_rows(all_rows(), rows or []).values())
         number, parts = part_of(part)
         out = out or models / "results.json"
         measurer = Measurer(models, scenes, steps, device_of(device))
@@ -126,7 +128,7 @@ def draw(
     """Print rows as a table in Markdown, and draw frames of one scene."""
     with user_errors():
         found = report.read(results)
-        table = report.table(found, select_rows(rows or []))
+        table = report.table(found, select_rows(all_rows(), rows or []))
         text = row_files.replace_tables(page.read_text(), [table]) if page else ""
         say(table)
         say(picture.draw(found, target, scene))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import row_files
 from .masks import BY_SHARE, SHARES, VSA
 
 FIRST = 0.2  # the part of the steps that is dense in rows that begin dense
@@ -64,8 +63,3 @@ def rows() -> dict[str, Row]:
     for tuned in (True, False):
         made += [Row(Arm(mask, tuned=tuned), mask) for mask in ("window", "sampled", "random", VSA)]
     return {row.name: row for row in made}
-
-
-def select_rows(patterns: list[str]) -> dict[str, Row]:
-    """The rows whose names fit one of the patterns. See ``row_files.select_rows``."""
-    return row_files.select_rows(rows(), patterns)

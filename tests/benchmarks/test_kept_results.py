@@ -1,6 +1,5 @@
 """benchmarks/results holds the newest figures of claims that still stand, and no more (CONTRIBUTING.md)."""
 
-import json
 import re
 from pathlib import Path
 
@@ -37,15 +36,6 @@ def test_tables_of_pages_are_those_of_their_results():
     """`python -m sparse_flash.benchmarks.pages` makes them again."""
     found = [path for path in pages.pages() if pages.TABLE.search(path.read_text())]
     assert len(found) >= 2 and [path.name for path in found if pages.fill(path.read_text()) != path.read_text()] == []
-
-
-def test_a_table_of_calls_has_the_host_and_the_gpu_of_each_pass(tmp_path, monkeypatch):
-    forward = {"call": "sinks", "tokens": 1024, "gradients": False, "host_us": 26.04, "graph_us": 9.5}
-    both = {"call": "sinks", "tokens": 1024, "gradients": True, "host_us": 180.2, "each_us": 1.0}
-    (tmp_path / "calls.json").write_text(json.dumps({"rows": [forward, both]}))
-    monkeypatch.setattr(pages, "ROOT", tmp_path)
-    filled = pages.fill("<!-- table calls calls.json -->\n\nx\n<!-- end of table -->")
-    assert "| sinks | 1,024 | 26.0 | 9.50 | 180 |\n\n<!-- end" in filled and "host" in filled
 
 
 def test_every_result_names_its_machine_and_its_date():

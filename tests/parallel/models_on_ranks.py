@@ -13,8 +13,6 @@ import transformers
 from on_ranks import difference, mesh, others_than
 from pool import DEVICE
 from tiny_lm import SETTINGS
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sparse_flash as sf
 from examples.train_lm.parallel import World, build_world
@@ -80,7 +78,7 @@ def of_transformers(name: str, labelled: int, compiled: bool = False) -> list[fl
 
 
 def of_packed(given: str, compiled: bool) -> list[float]:
-    """Packed documents whose positions restart, which a plan refuses without them. given: by what the plan knows the documents."""
+    """Packed documents whose positions restart. given: by what the plan knows the documents."""
     starts = [0, 130, 320]
     words = words_of(1)
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise((*starts, TOKENS))])[None]
@@ -89,14 +87,9 @@ def of_packed(given: str, compiled: bool) -> list[float]:
         with sf.ContextParallel(mesh(), "causal & local(100)", q_len=TOKENS, block_size=64) as planner:
             plan = planner.submit([*starts, TOKENS]).result()
     else:
-        mask = f"causal & local(100) & documents([0, 130, 320, {TOKENS}])" if given == "mask" else "causal & local(100)"
-        plan = sf.context_parallel(mask, TOKENS, mesh(), block_size=64)
+        plan = sf.context_parallel(f"causal & local(100) & documents([0, 130, 320, {TOKENS}])", TOKENS, mesh(), block_size=64)
     model = use_sparse_flash(causal_model("llama"), plan)
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    if given == "nothing":
-        text = "position_ids must restart only where a document of the plan's mask starts"
-        assert not others_than([(text, lambda: run(words, labels=words, position_ids=positions))])
-        return []
     out = run(words, labels=words, position_ids=positions)
     loss = out.loss.detach().clone()
     dist.all_reduce(loss)
@@ -114,6 +107,7 @@ def refused_by_transformers() -> list[tuple[str, str]]:
     model = use_sparse_flash(transformers.LlamaForCausalLM(config()), plans)
     tags = use_sparse_flash(transformers.LlamaForTokenClassification(config()), plans)
     mixtral, chunked = causal_model("mixtral", output_router_logits=True), causal_model("llama4_text", attention_chunk_size=100)
+    restarted = torch.cat([torch.arange(130), torch.arange(TOKENS - 130)])[None]
     strangers = "layers [1] do not share their tokens with layer 0"
     calls = [
         ("labels cannot be used with a plan", lambda: tags(words, labels=words)),
@@ -123,6 +117,10 @@ def refused_by_transformers() -> list[tuple[str, str]]:
         ("config.output_router_logits cannot be used with a plan", lambda: use_sparse_flash(mixtral, plans)(words)),
         ("past_key_values cannot be used with a plan", lambda: model(words, past_key_values=transformers.DynamicCache())),
         ("attention_chunk_size", lambda: use_sparse_flash(chunked, plans)(words)),
+        (
+            "position_ids must restart only where a document of the plan's mask starts",
+            lambda: model(words, position_ids=restarted),
+        ),
         ("leave attention_mask out", lambda: model(words, attention_mask=(torch.arange(TOKENS) < 400)[None])),
         ("must hold the 500 tokens of the whole sequence; got shape (1, 499)", lambda: model(words[:, 1:])),
         ("the layer's own mask is local(100), and a plan cannot be joined", lambda: use_sparse_flash(window, plans)(words)),
@@ -152,26 +150,3 @@ def trained(tokens: Path, folder: Path, context: int, sharding: str, until: int,
         run.planner.close()
     torch.use_deterministic_algorithms(False)
     return rows
-
-
-def of_tensor_parallel_heads(strategy: str) -> list[float]:
-    """Two ranks share the sequence, and with each of them two share the heads of a layer, by PyTorch's tensor parallelism."""
-    mask, tokens = "causal & local(200)", 1000
-    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("cp", "tp"))
-    torch.manual_seed(0)
-    layer = sf.SparseAttention(64, 8, mask, kv_heads=4)
-    x = torch.randn(2, tokens, 64)
-    wanted = layer(x)
-    wanted.sin().sum().backward()
-    of_one = [p.grad.clone() for p in layer.parameters()]
-    layer.zero_grad()
-    layer.mask = sf.context_parallel(mask, tokens, both["cp"], heads=4, kv_heads=2, strategy=strategy)  # of a rank
-    by_heads = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
-    parallelize_module(layer, both["tp"], by_heads | {"out_proj": RowwiseParallel()})
-    plan = layer.mask
-    out = layer(plan.shard(x, 1))
-    (out.sin() * plan.exists[:, None]).sum().backward()
-    gradients = [p.grad.full_tensor() for p in layer.parameters()]
-    for gradient in gradients:
-        dist.all_reduce(gradient, group=both["cp"].get_group())
-    return [difference([plan.unshard(out, 1)], [wanted.detach()]), difference(gradients, of_one)]

@@ -17,7 +17,8 @@ from oracle import poisoned_memory
 from pool import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
 from sparse_flash.parallel import agreement, assignment, choice, routes
@@ -125,18 +126,6 @@ def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return worst
 
 
-def of_dtype(name: str, dtype: torch.dtype, **options) -> list[float]:
-    """Partial results are merged with hardly more error than one process has, from float64."""
-    whole = whole_of(name)
-    given = [t.to(dtype) for t in inputs(name)[:4]] + inputs(name)[4:]
-    given[4] = given[4].to(torch.promote_types(dtype, torch.float32))
-    exact, one, got = alone(whole, [t.double() for t in given]), alone(whole, given), together(plan_of(name, **options), given)
-    assert [t.dtype for t in got] == [t.dtype for t in one]
-    of_all, of_one = (max(float((t - e).norm() / e.norm()) for t, e in zip(found, exact, strict=True)) for found in (got, one))
-    assert of_all < 2 * of_one + 1e-12
-    return []
-
-
 # Kernels of float32 take three times as long to compile, and each case with dropout needs a few.
 DROPPED = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
@@ -226,23 +215,43 @@ def of_a_layer(compiled: bool = False, dropout_p: float = 0.0, select: bool = Fa
     layer = sf.SparseAttention(64, 4, kv_heads=2, dropout_p=dropout_p, **how)
     x = torch.randn(2, 1000, 64)
     torch.manual_seed(SEED)
-    wanted = layer(x)
-    wanted.sin().sum().backward()
-    of_one = [p.grad.clone() for p in layer.parameters()]
-    layer.zero_grad()
+    wanted = results_of_layer(layer, x)
     options = {"heads": 4, "kv_heads": 2, "strategy": "heads"} if select else {}
-    plan = sf.context_parallel("causal & local(200)", 1000, mesh(), **options)
-    layer.mask = plan
+    plan = layer.mask = sf.context_parallel("causal & local(200)", 1000, mesh(), **options)
     assert sf.SparseAttention(64, 4, plan, kv_heads=2, dropout_p=dropout_p, select=how.get("select")).mask is plan
     assert copy.deepcopy(layer).mask is plan
-    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     torch.manual_seed(SEED + dist.get_rank())
-    out = run(plan.shard(x, 1))
-    (out.sin() * plan.exists[:, None]).sum().backward()
-    for p in layer.parameters():
-        dist.all_reduce(p.grad)
-    of_all = [p.grad for p in layer.parameters()]
-    return [difference([plan.unshard(out, 1)], [wanted.detach()]), difference(of_all, of_one)]
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    out, *gradients = results_of_layer(layer, plan.shard(x, 1), run, plan.exists[:, None])
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    return [difference([plan.unshard(out, 1), *gradients], wanted)]
+
+
+def of_tensor_parallel_heads(strategy: str) -> list[float]:
+    """Two ranks share the sequence, and with each of them two share the heads of a layer, by PyTorch's tensor parallelism."""
+    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("cp", "tp"))
+    torch.manual_seed(0)
+    layer = sf.SparseAttention(64, 8, "causal & local(200)", kv_heads=4)
+    x = torch.randn(2, 1000, 64)
+    wanted = results_of_layer(layer, x)
+    plan = layer.mask = sf.context_parallel(layer.mask, 1000, both["cp"], heads=4, kv_heads=2, strategy=strategy)  # of a rank
+    by_heads = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
+    parallelize_module(layer, both["tp"], by_heads | {"out_proj": RowwiseParallel()})
+    out, *gradients = results_of_layer(layer, plan.shard(x, 1), layer, plan.exists[:, None])
+    gradients = [gradient.full_tensor() for gradient in gradients]
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=both["cp"].get_group())
+    return [difference([plan.unshard(out, 1), *gradients], wanted)]
+
+
+def results_of_layer(layer, x, run=None, counts=1) -> list[torch.Tensor]:
+    """[out, the gradients of parameters]. run: the layer, or compiled. counts: of which tokens the loss is."""
+    out = (layer if run is None else run)(x)
+    (out.sin() * counts).sum().backward()
+    gradients = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    return [out.detach(), *gradients]
 
 
 def compiled(plans: int, **options) -> list[float]:
@@ -268,22 +277,15 @@ def compiled(plans: int, **options) -> list[float]:
     return worst
 
 
-def checkpointed(name: str, policy: str) -> list[float]:
-    """With dropout, whose seed is drawn again where it is recomputed. policy: "all": everything is
-    recomputed; "operator": everything but what the operator returns."""
+def checkpointed(name: str) -> list[float]:
+    """With dropout, whose seed is drawn again where everything is recomputed."""
     plan = plan_of(name)
-
-    def of(_, function, *args, **kwargs):
-        saved = function is torch.ops.sparse_flash.context_attention.default
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    more = {"context_fn": partial(create_selective_checkpoint_contexts, of)} if policy == "operator" else {}
 
     def attend(q, k, v):
         return plan.attention(q * 1.0, k, v, dropout_p=0.2, return_lse=True)  # a product, so that something is left to recompute
 
     torch.manual_seed(SEED + dist.get_rank())
-    got = together(plan, inputs(name), lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False, **more))
+    got = together(plan, inputs(name), lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False))
     return [difference(got, of_one_process(name, 0.2))]
 
 
@@ -319,8 +321,6 @@ def refused_calls() -> list[tuple[str, str]]:
     explained = of_heads.explain() + plan.explain()
     assert all(text in explained for text in ("strategy 'heads'", "\nheads  ", "\nblocks  ", "MiB received"))
     q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
-    learned = q.clone().requires_grad_()
-    (dq,) = torch.autograd.grad(plan.attention(learned, k, v).sin().sum(), learned, create_graph=True)
     layer = sf.SparseAttention(16, 2, plan)
     chosen = sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, block_size=64, every=1)
     compiled = sf.compile_mask("causal", 1000, block_size=32)
@@ -336,11 +336,9 @@ def refused_calls() -> list[tuple[str, str]]:
         ("one block_size, the unit that ranks own; got 32", lambda: planned([compiled, "causal"])),
         ("made before there are queries; got a BlockSelection, which queries choose", lambda: planned(chosen)),
         ("overlap must be True, False or None; got 'yes'", lambda: planned(overlap="yes")),
-        ("differentiable once", lambda: dq.sum().backward()),
         ("this plan's strategy is 'blocks'; pass strategy='heads'", lambda: plan.attention(q, k, v, select=chosen)),
         ("as topk_blocks does; got Tensor", lambda: of_heads.attention(q, k, v, select=lambda q, k: q)),
         ("a BlockSelection does not take dropout_p", lambda: of_heads.attention(q, k, v, select=chosen, dropout_p=0.1)),
-        ("dropout_p must be in [0, 1); got 1.5", lambda: plan.attention(q, k, v, dropout_p=1.5)),
         ("backend 'reference' needs all keys of a query in one call", lambda: plan.attention(q, k, v, backend="reference")),
         ("does not support dropout of a part of a sequence", lambda: plan.attention(q, k, v, dropout_p=0.1, backend="hopper")),
         ("q must hold the 512 tokens of this rank", lambda: plan.attention(q[:, :, 1:], k, v)),
@@ -349,36 +347,18 @@ def refused_calls() -> list[tuple[str, str]]:
         ("x must be a tensor of all 1000 tokens; got list", lambda: plan.shard([0] * 1000, 0)),
         ("it cannot be pickled, nor can a layer or model that holds it; save a ", lambda: torch.save(layer, io.BytesIO())),
         ("a ContextPlan is no mask: it attends itself; call plan.attention(q, k, v) on every", lambda: sf.attention(q, k, v, plan)),
-        ("must hold the 512 tokens of this rank", lambda: plan.unshard(q[:, :, 1:], 2)),
         ("x must hold the 512 tokens of this rank; got 9", lambda: layer(torch.zeros(1, 9, 16))),
         ("takes no cache", lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16))),
     ]
     return others_than(calls)
 
 
-BY_LAYER = ["causal", "causal & local(100)", "butterfly(block=64)", "causal & (local(100))", "causal"]
-
-
-def of_layers(strategy: str) -> list[float]:
-    """Layers of one mask share a plan, and all of them the tokens; copies share both."""
-    options = {"heads": 4, "kv_heads": 4, "block_size": 64, "strategy": strategy}
-    plans, worst = sf.context_parallel(BY_LAYER, 1000, mesh(), **options), []
-    given = [t[:, :, :1000] for t in inputs("per head")]
-    for plan, mask in zip(plans, BY_LAYER, strict=True):
-        whole = sf.compile_mask(mask, 1000, block_size=64, device=DEVICE)
-        worst.append(difference(together(plan, given), alone(whole, given)))
-        assert plan.positions is plans.positions and copy.copy(plan) is plan
-    assert [[plan is plans[layer] for plan in plans] for layer in (0, 1)] == [[1, 0, 0, 0, 1], [0, 1, 0, 1, 0]]
-    assert copy.deepcopy(plans) is plans
-    return worst
-
-
 DOCUMENTS = [[0, 70, 333, 334, 900, 1000], [0, 1000], [0, *range(90, 900, 90)], [0, 512, 1000]]
 
 
-def of_a_planner() -> list[float]:
-    """Masks by layer, and documents that change with each step, all submitted at first: one graph. Positions count from the starts
-    of documents."""
+def of_a_planner(strategy: str) -> list[float]:
+    """Masks by layer, and documents that change with each step, all submitted at first: one graph. Layers of one mask share a plan,
+    and all of them the tokens; copies share both. Positions count from the starts of documents."""
     torch._dynamo.reset()
     counter, worst = CompileCounterWithBackend("aot_eager"), []
 
@@ -387,12 +367,14 @@ def of_a_planner() -> list[float]:
         return plan.attention(q, k, v, return_lse=True)
 
     given = [t[:, :, :1000] for t in inputs("per head")]
-    masks = ["causal", "causal & local(100)"]
-    with sf.ContextParallel(mesh(), masks, 1000, block_size=64) as planner:
+    masks = ["causal", "causal & local(100)", "causal", "causal & (local(100))"]
+    with sf.ContextParallel(mesh(), masks, 1000, heads=4, kv_heads=4, block_size=64, strategy=strategy) as planner:
         coming = [planner.submit(torch.tensor(cu_seqlens, device="cpu")) for cu_seqlens in DOCUMENTS]
         for cu_seqlens, pending in zip(DOCUMENTS, coming, strict=True):
             plans = pending.result()
-            for mask, plan in zip(masks, plans, strict=True):
+            assert plans[0] is plans[2] and plans[1] is plans[3] and plans[0].positions is plans[1].positions is plans.positions
+            assert copy.deepcopy(plans) is plans and copy.copy(plans[0]) is plans[0]
+            for mask, plan in zip(masks[:2], plans, strict=False):
                 apart = sf.parse(mask) & sf.shifted(sf.documents(cu_seqlens), 0, allow_uncovered=True)
                 whole = sf.compile_mask(apart, 1000, block_size=64, device=DEVICE)
                 assert torch.equal(plan.mask.to_dense(), whole.to_dense())

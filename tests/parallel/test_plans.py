@@ -2,52 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
 from on_ranks import CASES, whole_of
 
 import sparse_flash as sf
 from sparse_flash.parallel.assignment import Visits, blocks_per_chunk, candidates, improve_owners
 from sparse_flash.parallel.choice import choose_strategies
 from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes
-from sparse_flash.parallel.estimates import block_times
 from sparse_flash.parallel.planning import PlannedSequence, PlanOptions, plan_sequence
-from sparse_flash.parallel.routes import BlockExchange, LocalMask
-
-
-def of_all_heads(mask: sf.BlockMask) -> torch.Tensor:
-    """(heads, q_len, kv_len) bool"""
-    dense = mask.to_dense()
-    return dense[None] if dense.dim() == 2 else dense[0]
-
-
-def attended_by(part: LocalMask, shape: torch.Size) -> np.ndarray:
-    """(heads, q_len, kv_len) int: how often a table keeps each pair of the whole sequence."""
-    counts = np.zeros(shape, int)
-    of_queries, of_keys = ((first.numpy()[:, None] + np.arange(16)).ravel() for first in (part.q_positions, part.kv_positions))
-    for head, kept in enumerate(of_all_heads(part.mask).expand(shape[0], -1, -1).numpy()):
-        query, key = np.nonzero(kept)
-        np.add.at(counts[head], (of_queries[query], of_keys[key]), 1)
-    return counts
-
-
-@pytest.mark.parametrize("name", ["bigbird", *(name for name in CASES if name.startswith("global tokens"))])
-def test_the_columns_of_a_shared_row_are_divided_over_the_ranks_that_hold_them(name):
-    mask, ranks = whole_of(name).to("cpu"), 3
-    _, _, block, _, heads, kv_heads = CASES[name]
-    options = PlanOptions(heads, kv_heads, block, "queries", overlap=False)
-    wanted = of_all_heads(mask).numpy()
-    of_rows, of_shared = [], []
-    for rank in range(ranks):
-        exchange = plan_sequence([mask], [0], rank, ranks, options).local_masks[0]
-        of_rows.append(attended_by(exchange.forward, wanted.shape))
-        of_shared.append(attended_by(exchange.shared.mask, wanted.shape))
-    assert np.array_equal(sum(of_rows) + sum(of_shared), wanted), "every kept pair is attended once"
-    shared = sum(of_shared).any((0, 2))
-    assert shared.any() and not sum(of_rows)[:, shared].any()
-    # A shared block row may have other queries too.
-    heavy = shared & (wanted.any(0).mean(1) > 0.5)
-    for part in of_shared:
-        assert heavy.any() and part[:, heavy].any((0, 2)).all() and part.sum() < 0.6 * wanted[:, shared].sum()
 
 
 @pytest.mark.parametrize("ranks", [1, 7, 16])
@@ -139,15 +100,10 @@ def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_fas
     assert plan_sequence([whole], [0], 0, 2, options).local_masks[0].overlap == overlap
 
 
-def test_all_ranks_make_as_many_calls():
-    """A rank that receives nothing would make one, and the next would wait for what it sends late."""
-    sizes, mask = SequenceSizes(1 << 16, 128, 8, 8), sf.compile_mask("causal & local(4096)", 1 << 16)
-    visits = Visits.from_mask(mask, 8)
-    assignment = candidates([visits], [1], 4)[0].with_visits(visits)
-    forward, _ = block_times(assignment, sizes)
-    assert (forward.two_calls < forward.one_call).tolist() == [False, True, True, True] and assignment.name == "contiguous"
-    exchanges = [BlockExchange.from_assignment(mask, assignment, rank, None, sizes) for rank in range(4)]
-    assert [exchange.overlap for exchange in exchanges] == [(True, True)] * 4
+def test_all_ranks_make_as_many_calls_though_the_first_receives_nothing():
+    mask, options = sf.compile_mask("causal & local(4096)", 1 << 16), PlanOptions(8, 8, strategy="blocks")
+    overlaps = [plan_sequence([mask], [0], rank, 4, options).local_masks[0].overlap for rank in range(4)]
+    assert overlaps == [(True, True)] * 4
 
 
 def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():
@@ -165,8 +121,6 @@ def test_one_assignment_serves_masks_of_several_layers_and_follows_those_that_mo
 
     assert made([1, 1]).owners.name == "zigzag"  # the dense layer would wait 1.9 times as long
     assert made([1000, 1]).owners.name == "contiguous"  # the others would get twice as much
-    summed = sum(count * made([3, 2]).owners.with_visits(one).visited for count, one in zip([3, 2], visits, strict=True))
-    assert summed.max() < 1.02 * summed.mean()
 
 
 def test_each_mask_of_one_assignment_gets_the_strategy_that_suits_it():

@@ -1,8 +1,11 @@
-"""Several ranks against one process: each strategy, what calls take, compiled graphs, and what is refused."""
+"""Several ranks against one process: each strategy, what calls take, copies, layers, models, compiled graphs, and what is
+refused."""
 
+import models_on_ranks
 import on_ranks
 import pytest
-import torch
+from copies_on_ranks import copied
+from models_on_ranks import of_packed, of_transformers
 from on_ranks import CASES, compared
 
 pytestmark = pytest.mark.ranks
@@ -31,10 +34,23 @@ CHOICES = [
     (4, compared, ("ranks that get nothing", "heads", 0.2), {"choice_of": {"every": None}, "shuffled": True}),
     (1, compared, ("grouped 6:3", "heads"), {"choice_of": {"every": 1}}),
 ]
-DTYPES = [
-    (4, on_ranks.of_dtype, ("global tokens", dtype), {"strategy": strategy, "overlap": strategy == "blocks"})
-    for dtype in (torch.bfloat16, torch.float64)
-    for strategy in ("blocks", "queries")
+COPIES = [
+    (2, copied, (compared, "causal", "blocks"), {"overlap": True}),
+    (3, copied, (compared, "grouped 6:3", "blocks"), {"overlap": False}),
+    (4, copied, (compared, "butterfly", "blocks"), {"overlap": False}),
+    (3, copied, (compared, "ranks that get nothing", "blocks"), {"overlap": True}),
+    (3, copied, (compared, "bigbird", "queries"), {"overlap": True}),
+    (2, copied, (compared, "global tokens", "queries"), {"overlap": False}),
+    (2, copied, (on_ranks.compiled, 2), {}),
+]
+MODELS = [
+    (2, of_transformers, ("llama", 500), {}),
+    (2, of_transformers, ("llama", 60), {}),  # one rank has all labels
+    (2, of_transformers, ("llama", 500), {"compiled": True}),
+    *((2, of_transformers, (name, 500), {}) for name in models_on_ranks.FAMILIES),
+    *((2, of_packed, (given,), {"compiled": compiled}) for given in ("mask", "planner") for compiled in (False, True)),
+    (4, on_ranks.of_tensor_parallel_heads, ("blocks",), {}),
+    (4, on_ranks.of_tensor_parallel_heads, ("heads",), {}),
 ]
 NAN = [
     (2, on_ranks.poisoned, ("blocks",), {"overlap": True}),
@@ -48,27 +64,24 @@ MORE = [
     (2, on_ranks.of_a_layer, (), {"dropout_p": 0.1}),
     (2, on_ranks.of_a_layer, (), {"dropout_p": 0.1, "compiled": True}),
     (2, on_ranks.of_a_layer, (), {"select": True, "compiled": True}),
-    (2, on_ranks.of_layers, ("blocks",), {}),
-    (2, on_ranks.of_layers, ("heads",), {}),
-    (2, on_ranks.of_layers, ("auto",), {}),
     (2, on_ranks.outlived, ("grouped 8:2", "blocks"), {"compiled": False}),
     (2, on_ranks.outlived, ("grouped 8:2", "heads"), {"compiled": True}),
-    (3, on_ranks.checkpointed, ("causal", "all"), {}),
-    (3, on_ranks.checkpointed, ("causal", "operator"), {}),
+    (3, on_ranks.checkpointed, ("causal",), {}),
     (2, on_ranks.compiled, (20,), {"strategy": "blocks", "overlap": True}),
     (2, on_ranks.compiled, (4,), {"strategy": "blocks", "overlap": False}),
     (2, on_ranks.compiled, (4,), {"strategy": "queries"}),
     (2, on_ranks.compiled, (4,), {"strategy": "heads"}),
-    (2, on_ranks.of_a_planner, (), {}),
+    (2, on_ranks.of_a_planner, ("blocks",), {}),
+    (2, on_ranks.of_a_planner, ("heads",), {}),
 ]
 
 
 def id_of(case: tuple) -> str:
     ranks, run, arguments, options = case
-    return "-".join(map(str, (run.__name__, ranks, *arguments, *options.items())))
+    return "-".join(str(getattr(one, "__name__", one)) for one in (run, ranks, *arguments, *options.items()))
 
 
-@pytest.mark.parametrize("case", [*STRATEGIES, *DROPOUT, *CHOICES, *DTYPES, *NAN, *MORE], ids=id_of)
+@pytest.mark.parametrize("case", [*STRATEGIES, *DROPOUT, *CHOICES, *COPIES, *MODELS, *NAN, *MORE], ids=id_of)
 def test_ranks_give_what_one_process_gives(pools, case):
     ranks, run, arguments, options = case
     if run is on_ranks.poisoned and on_ranks.DEVICE != "cpu":
@@ -100,6 +113,9 @@ def test_different_plans_or_one_ranks_error_are_an_error_on_every_rank(pools, by
     assert all(said == first or f"rank 0: ValueError: {first}" in said for said in others)
 
 
-@pytest.mark.parametrize("refused", [on_ranks.refused_calls, on_ranks.refused_documents])
+REFUSED = [on_ranks.refused_calls, on_ranks.refused_documents, models_on_ranks.refused_by_transformers]
+
+
+@pytest.mark.parametrize("refused", REFUSED)
 def test_what_does_not_fit_is_refused_by_name_on_every_rank(pools, refused):
     assert pools(2).run(refused) == [[], []]

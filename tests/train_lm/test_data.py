@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from examples.train_lm.data import END, Deduplicator, Stream, Tokens, import_tokens, prepare, written_by_hand
+from examples.train_lm.data import END, Stream, Tokens, import_tokens, prepare
 
 VOCABULARY = 400
 
@@ -70,27 +70,13 @@ def test_a_prepared_folder_is_taken_as_it_is_and_another_request_is_an_error(pre
         prepare(folder, VOCABULARY + 1, corpus)
 
 
-def test_folders_without_text_are_clear_errors(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "single" / "one").mkdir(parents=True)
-    (tmp_path / "single" / "one" / "a.txt").write_text("some text")
-    for name, said in (
-        ("empty", "holds no text"),
-        ("missing", "must be a folder of text"),
-        ("single", "whole packages or folders, and there is only one"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            prepare(tmp_path / "data", VOCABULARY, tmp_path / name, quiet=True)
-    assert not (tmp_path / "data" / "manifest.json").exists()
-
-
 def test_installed_packages_are_the_default_and_the_manifest_names_their_versions(tmp_path):
     manifest = prepare(tmp_path / "data", VOCABULARY, most_bytes=1 << 16, quiet=True)
     assert manifest["groups"]["python"]["version"] and len(manifest["groups"]) >= 8
     assert all(group["sha256"] and group["version"] for group in manifest["groups"].values())
 
 
-def test_packages_of_a_folder_are_read_by_distribution_and_only_they(tmp_path):
+def test_packages_of_a_folder_are_read_by_distribution_without_data(tmp_path):
     for name in ("one", "two"):
         files = {
             f"{name}/a.py": text(name),
@@ -104,25 +90,6 @@ def test_packages_of_a_folder_are_read_by_distribution_and_only_they(tmp_path):
     manifest = prepare(tmp_path / "data", VOCABULARY, quiet=True, installed=tmp_path)
     assert {name: group["version"] for name, group in manifest["groups"].items()} == {"one": "1.5", "two": "1.5"}
     assert manifest["dropped"] == {"data or generated": 2}
-    with pytest.raises(ValueError, match=r"--packages must be a folder that pip install --target filled"):
-        prepare(tmp_path / "other", VOCABULARY, installed=tmp_path / "one")
-    with pytest.raises(ValueError, match="pass --text or --packages, not both"):
-        prepare(tmp_path / "other", VOCABULARY, tmp_path, installed=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("source", "by_hand"),
-    [("x = 1\n" * 50, True), ("x" * 1001, False), (("y" * 120 + "\n") * 9, False), ("[(, ), (, )],\n" * 50, False)],
-)
-def test_data_and_generated_source_is_told_by_its_lines_and_letters(source, by_hand):
-    assert written_by_hand(source) is by_hand
-
-
-def test_files_more_than_half_alike_are_dropped():
-    known = Deduplicator()
-    assert known.why_dropped(text("a", 40)) is None
-    assert known.why_dropped(text("a", 10) + "\n" + text("b", 30)) is None
-    assert known.why_dropped(text("a", 30) + "\n" + text("c", 10)) == "alike by shingles"
 
 
 @pytest.fixture

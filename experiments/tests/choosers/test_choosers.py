@@ -13,9 +13,6 @@ from experiments.choosers import texts as texts_module
 from experiments.choosers.cli import app
 from experiments.choosers.measure import LayerStatistics
 from experiments.choosers.model import mask_of
-from experiments.choosers.rows import SHARES, Row, rows
-from experiments.choosers.texts import plant_needles, texts, windows_of
-from sparse_flash.masks.chooser import has_choosers
 
 TOKENS, BLOCK = 256, 64
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
@@ -107,26 +104,3 @@ def test_density_recall_and_error_are_what_their_names_say():
     blocks = kept[..., ::BLOCK, ::BLOCK].float().sum((2, 3)).mean(0) / 10
     torch.testing.assert_close(found["density"][0], blocks)
     assert seen.summarize()[1]["recall"] == pytest.approx(found["recall"].mean().item(), abs=1e-4)
-
-
-def test_every_row_is_an_expression_for_all_layers_and_has_a_name_of_its_own():
-    known = rows()
-    assert len(set(known.values())) == len(known)
-    for row in known.values():
-        spec = row.spec(row.number(0.1, 8192))
-        assert sf.parse(spec).to_spec() and has_choosers(spec) == (row.rule not in ("", "local"))
-    by_head = Row("sampled(8)", "floor", SHARES[0]).spec_by_head([0.1, 0.2])
-    q, k, _ = content(2)
-    assert sf.choose_blocks(by_head, q, k).kept_blocks().shape == (2, 2, 4, 4)
-
-
-def test_needles_stand_once_in_each_text_at_rising_depths(folder, short_texts):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    found = texts(tokenizer)
-    assert all(not torch.equal(*(windows_of(part, TOKENS, 1) for part in text)) for text in found.values())
-    made = plant_needles(tokenizer, found["english"].test, TOKENS, 8)
-    assert made.tokens.shape == (8, TOKENS) and made.digits.sum(1).min() >= 1
-    read = tokenizer.batch_decode(made.tokens)
-    assert all(text.count("Remember it.") == 1 and text.count(text[-5:]) == 2 for text in read)
-    depths = [text.index("Remember it.") for text in read]
-    assert depths == sorted(depths) and depths[0] < depths[-1]

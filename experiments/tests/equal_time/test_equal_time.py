@@ -9,17 +9,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-import sparse_flash as sf
 from examples.train_lm import checkpoint, memory
-from examples.train_lm.data import Tokens, prepare
+from examples.train_lm.data import prepare
 from examples.train_lm.model import Decoder
 from examples.train_lm.parallel import World
-from examples.train_lm.settings import PRESETS, Settings, Shape, check_settings
+from examples.train_lm.settings import PRESETS, Settings, Shape
 from experiments.equal_time import evaluate, results, windows
 from experiments.equal_time.arms import ARMS, LENGTH, Arm, TunedSettings
 from experiments.equal_time.results import Result
-from experiments.equal_time.run import run, settings_of
-from experiments.equal_time.windows import Windows
+from experiments.equal_time.run import run
 
 VOCABULARY, SHORT = 320, 256
 SHAPE = Shape(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp_dim=64, vocabulary=VOCABULARY)
@@ -42,29 +40,6 @@ def data(tmp_path_factory) -> Path:
     prepare(folder / "data", VOCABULARY, folder / "text", quiet=True, held_out_share=0.25)
     windows.prepare(folder / "data", VOCABULARY, count=8, length=SHORT)
     return folder / "data"
-
-
-def test_every_arm_is_causal_and_keeps_the_pairs_it_is_said_to():
-    kept = {name: [mask for mask in arm.masks if mask != "sdpa"] for name, arm in ARMS.items()}
-    for name, masks in kept.items():
-        settings = settings_of(ARMS[name], PRESETS["30M"], TunedSettings(1e-3, False), 1, LENGTH)
-        assert check_settings(settings).masks and len(masks) in (0, len(ARMS[name].masks))
-    window, sparse = (sf.compile_mask(kept[name][0], q_len=LENGTH).density for name in ("window", "power-of-two"))
-    assert window == pytest.approx(sparse, rel=1e-3)
-
-
-def test_windows_are_within_their_packages_and_apart(data):
-    parts, tokens = [windows.load(data, part) for part in ("tuning", "reported")], Tokens(data, "held_out", VOCABULARY)
-    assert not set(parts[0].packages) & set(parts[1].packages) and sum(map(len, parts)) == 8
-    found = Windows(*(np.concatenate(both) for both in zip(*((p.starts, p.packages, p.far) for p in parts), strict=True)))
-    groups = sorted(json.loads((data / "manifest.json").read_text())["groups"])
-    starts = np.sort(found.starts)
-    assert (np.diff(starts) >= SHORT).all()
-    for start, package in zip(found.starts, found.packages, strict=True):
-        inside = [groups[tokens.starts[np.searchsorted(tokens.starts[:, 0], at, "right") - 1, 1]] for at in (start, start + SHORT)]
-        assert inside == [package, package]
-    assert len(set(parts[1].packages)) > 1
-    assert parts[1].take(2).starts.tolist() == [parts[1].starts[0], parts[1].starts[-1]]
 
 
 def test_far_labels_are_of_identifiers_that_were_seen_before_and_not_since(data, monkeypatch):
@@ -102,37 +77,32 @@ def test_windows_powers_of_two_and_chosen_blocks_keep_as_many_pairs():
     assert max(pairs.values()) < 1.01 * min(pairs.values()) and pairs["chosen-blocks"] <= pairs["power-of-two"]
 
 
-def known(settings, arm: Arm, *_) -> tuple[dict[int, float], float]:
-    """In place of ``step_seconds``: so many steps fit in a budget, however busy the machine is."""
-    return {arm.length: 1 / 64}, 0.0
+@pytest.fixture
+def short_runs(monkeypatch):
+    """So many steps fit in a budget, however busy the machine is, and curves have few points."""
+    monkeypatch.setattr("experiments.equal_time.run.step_seconds", lambda settings, arm, *_: ({arm.length: 1 / 64}, 0.0))
+    monkeypatch.setattr("experiments.equal_time.run.CURVE_POINTS", 4)
 
 
-@pytest.fixture(scope="module")
-def files(data, tmp_path_factory) -> list[Path]:
-    """Results of four arms, two seeds of one."""
-    folder = tmp_path_factory.mktemp("results")
-    short = {
-        "dense": Arm(("causal",), length=SHORT),
-        "dense-8k": Arm(("causal",), length=SHORT // 4),
-        "window": Arm(("causal & local(16)",), length=SHORT),
-        "chosen-blocks": Arm(("topk_blocks(3, block=16) | local(20)",), length=SHORT),
-    }
-    wanted = ("dense", 1), ("dense-8k", 1), ("window", 1), ("window", 2), ("chosen-blocks", 1)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("step_seconds", known), ("CURVE_POINTS", 4)):
-            patch.setattr(f"experiments.equal_time.run.{name}", value)
-        return [_result(folder, name, short[name], seed, data) for name, seed in wanted]
+ARM = {
+    "dense": Arm(("causal",), length=SHORT),
+    "dense-8k": Arm(("causal",), length=SHORT // 4),
+    "window": Arm(("causal & local(16)",), length=SHORT),
+    "chosen-blocks": Arm(("topk_blocks(3, block=16) | local(20)",), length=SHORT),
+}
 
 
-def _result(folder: Path, name: str, arm: Arm, seed: int, data: Path) -> Path:
-    found = run(name, arm, SHAPE, TunedSettings(1e-2, False), 0.3, seed, data, CPU, step_tokens=SHORT, compiled=False)
-    path = folder / f"{name}-{seed}.json"
-    path.write_text(json.dumps({"preset": "tiny", **found}))
-    return path
+def trained(name: str, data: Path, seconds: float = 0.3, seed: int = 1, **options) -> dict:
+    found = run(name, ARM[name], SHAPE, TunedSettings(1e-2, False), seconds, seed, data, CPU, SHORT, compiled=False, **options)
+    return {"preset": "tiny", **found}
 
 
 @pytest.mark.smoke
-def test_a_result_holds_what_was_trained_and_how_it_was_read(files, data):
+def test_results_hold_what_was_trained_and_how_it_was_read_and_differences_are_paired(short_runs, data, tmp_path):
+    files = []
+    for name, seed in (("dense", 1), ("dense-8k", 1), ("window", 1), ("window", 2), ("chosen-blocks", 1)):
+        files.append(tmp_path / f"{name}-{seed}.json")
+        files[-1].write_text(json.dumps(trained(name, data, seed=seed)))
     dense, short = (json.loads(path.read_text()) for path in files[:2])
     assert list(dense["evaluations"]) == ["whole"] and len(short["evaluations"]) == 4
     found = dense["evaluations"]["whole"]
@@ -140,36 +110,20 @@ def test_a_result_holds_what_was_trained_and_how_it_was_read(files, data):
     reported = windows.load(data, "reported")
     assert np.array(found["nats"]).shape == (len(reported), 1) and found["far_tokens"] == reported.far.sum(1).tolist()
     assert 0.5 < evaluate.mean_loss(found) < math.log(VOCABULARY)
-    assert dense["tokens"] == dense["settings"]["steps"] * SHORT == dense["curve"][-1]["tokens"]
+    assert dense["tokens"] == dense["settings"]["steps"] * SHORT == dense["curve"][-1]["tokens"] == 19 * SHORT
     assert dense["curve"][-1]["nats"] < dense["curve"][0]["nats"]
-    assert dense["settings"]["steps"] == 19 and dense["seconds"] > 0
+    by_arm = results.load(files)
+    gain, other = (results.gain(by_arm[a], by_arm[b]) for a, b in (("dense", "window"), ("window", "dense")))
+    assert gain.nats == pytest.approx(by_arm["window"].loss - by_arm["dense"].loss) == -other.nats and gain.error > 0
 
 
-def test_an_arm_that_continues_from_a_checkpoint_begins_where_that_ended(data, tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("step_seconds", known), ("CURVE_POINTS", 2)):
-            patch.setattr(f"experiments.equal_time.run.{name}", value)
-        how, dense = TunedSettings(1e-2, False), Arm(("causal",), length=SHORT)
-        first = run("dense", dense, SHAPE, how, 0.2, 1, data, CPU, SHORT, compiled=False, keep=tmp_path / "kept")
-        start = checkpoint.resolve_checkpoint(tmp_path / "kept")
-        window = Arm(("causal & local(200)",), length=SHORT)
-        second = run("window", window, SHAPE, how, 0.1, 2, data, CPU, SHORT, compiled=False, start=start)
+def test_an_arm_that_continues_from_a_checkpoint_begins_where_that_ended(short_runs, data, tmp_path):
+    first = trained("dense", data, 0.2, keep=tmp_path / "kept")
+    second = trained("window", data, 0.1, seed=2, start=checkpoint.resolve_checkpoint(tmp_path / "kept"))
     assert second["arm"] == "window continued" and second["curve"][0]["step"] == 0
     assert second["curve"][0]["nats"] == pytest.approx(first["curve"][-1]["nats"], abs=0.02)
     picture = results.plot({second["arm"]: results.Result(second["arm"], [second])}, tmp_path / "continued.png")
     assert picture.stat().st_size > 10_000
-    assert first["curve"][0]["step"] > 0
-
-
-def test_differences_are_paired_and_their_errors_are_over_packages(files):
-    found = results.load(files)
-    assert len(found["window"].runs) == 2
-    same = results.gain(found["dense"], found["dense"])
-    assert same.nats == 0 and same.error == 0
-    gain = results.gain(found["dense"], found["window"])
-    assert gain.nats == pytest.approx(found["window"].loss - found["dense"].loss) and gain.error > 0
-    other = results.gain(found["window"], found["dense"])
-    assert other.nats == pytest.approx(-gain.nats) and other.error == pytest.approx(gain.error)
 
 
 def test_times_to_a_loss_are_read_off_the_curve():

@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from tiny_classifier import SETTINGS, SHORT, TINY
+from tiny_classifier import SETTINGS, TINY
 
 from examples.train_lm.model import Positions
 from experiments.long_range.data import fields_of
-from experiments.long_range.model import TILE, Classifier, coordinates
+from experiments.long_range.model import Classifier
 from experiments.long_range.pathfinder import Pathfinder
 from experiments.long_range.settings import check_settings
 
@@ -22,13 +21,6 @@ def made(size: int = 32, **changes) -> Classifier:
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     return model
-
-
-def test_a_block_of_attention_is_a_tile_of_pixels():
-    places = coordinates(Pathfinder(64)).reshape(-1, TILE[0] * TILE[1], 2)
-    assert len(places) == 64 * 64 // 128
-    assert (np.ptp(places, axis=1) == np.array(TILE) - 1).all()
-    assert len(np.unique(places.reshape(-1, 2), axis=0)) == 64 * 64
 
 
 def test_a_larger_model_starts_with_positions_repeated_and_everything_else_as_it_was():
@@ -57,13 +49,3 @@ def test_tokens_see_both_ways_what_the_mask_keeps_and_nothing_else():
     assert seen.nonzero()[[0, -1], 0].tolist() == [401, 599] and seen.sum() == 199
     seen = gradient_by_pixel(made(attention="butterfly(block=128)"), 500) > 0
     assert seen.view(8, 128).all(1).nonzero()[:, 0].tolist() == [1, 2, 3, 7] and seen.sum() == 512
-
-
-def test_padding_has_no_part_in_a_result():
-    torch.manual_seed(0)
-    model = Classifier(check_settings(replace(SETTINGS, task=fields_of(SHORT), attention="dense")))
-    inputs = torch.from_numpy(SHORT.make(4, np.random.default_rng(0))[0])
-    model(inputs).square().sum().backward()
-    assert not model.embed.weight.grad[0].any() and model.embed.weight.grad[1:].any()
-    longest = (inputs > 0).sum(1).max()
-    assert not model.positions[0].grad[longest:].any() and model.positions[0].grad[:4].any()

@@ -34,9 +34,3 @@ def test_values_and_grammar_are_those_of_long_range_arena():
         assert value == label and not symbols
         depths.append(depth)
     assert set(arguments) == set(range(2, 11)) and max(depths) == 10
-
-
-def test_a_seed_gives_the_same_expressions_and_another_seed_others():
-    one, again, other = (ListOps().make(3, np.random.default_rng(seed)) for seed in (7, 7, 8))
-    assert np.array_equal(one[0], again[0]) and np.array_equal(one[1], again[1])
-    assert not np.array_equal(one[0], other[0])

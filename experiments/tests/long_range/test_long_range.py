@@ -12,23 +12,9 @@ from tiny_classifier import ON_CPU
 from typer.testing import CliRunner
 
 from examples.train_lm.report import console
+from experiments.long_range import checkpoint, train
 from experiments.long_range.cli import app
-from experiments.long_range.data import Examples
-from experiments.long_range.train import End, evaluate_split, turn_images
-
-
-def test_splits_and_pieces_differ(short):
-    train, held_out = Examples(short, "train").inputs, Examples(short, "held_out").inputs
-    assert train.shape == (2000, 128) and held_out.shape == (200, 128)
-    assert not np.array_equal(train[:100], train[100:200]) and not np.array_equal(train[:100], held_out[:100])
-
-
-def test_an_epoch_reads_each_example_once_in_an_order_of_its_own(short):
-    examples = Examples(short, "train")
-    epochs = [np.concatenate([examples.rows(step, 32, 5) for step in range(62 * epoch, 62 * epoch + 62)]) for epoch in (0, 1, 0)]
-    assert len(np.unique(epochs[0])) == len(epochs[0]) == 62 * 32
-    assert np.array_equal(epochs[0], epochs[2]) and not np.array_equal(epochs[0], epochs[1])
-    assert not np.array_equal(epochs[0], np.concatenate([examples.rows(step, 32, 6) for step in range(62)]))
+from experiments.long_range.train import End, Score, evaluate_split, turn_images
 
 
 def test_images_turn_by_the_eight_symmetries_of_the_square():
@@ -80,12 +66,6 @@ def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_ends(run, mo
     assert [row["loss"] for row in steps[0]] == [row["loss"] for row in steps[1]] and len(steps[1]) == 6
 
 
-def test_accumulated_passes_take_the_step_of_one_pass(run):
-    once, twice = run("once", micro_batch=32), run("twice", micro_batch=8)
-    losses = [(once.step()["loss"], twice.step()["loss"]) for _ in range(3)]
-    assert all(a == pytest.approx(b, rel=1e-5) for a, b in losses)
-
-
 def invoke(*arguments: object, code: int = 0) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(console, "width", 200)
@@ -94,24 +74,35 @@ def invoke(*arguments: object, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
+TINY = ["--preset", "tiny", "--no-compile", "--device", "cpu"]
+
+
 @pytest.mark.smoke
 def test_commands_prepare_train_compare_and_go_up_in_size(tmp_path):
     """The whole way of a user, on a few small images."""
-    model = ["--dim", 16, "--layers", 1, "--heads", 1, "--head-dim", 16, "--mlp-dim", 16, "--no-compile", "--device", "cpu"]
     for size in (32, 64):
         said = invoke(
             "prepare", "--size", size, "--dashes", 3, "--train", 8, "--held-out", 4, "--workers", 1, "--data", tmp_path / f"d{size}"
         )
         assert "8 of train, 4 of held_out; always saying 0 is right for 50.0%" in said
-    common = ["--batch", 4, "--evaluations", 1, *model]
+    common = ["--batch", 4, "--evaluations", 1, *TINY]
     for name, attention in (("dense", "dense"), ("sparse", "butterfly")):
         given = ["--data", tmp_path / "d32", "--attention", attention, "--steps", 2, "--out", tmp_path / name]
         said = invoke("train", *given, *common)
         assert "of 1,024 x 1,024 pairs" in said and "of the held-out right" in said
     large = ["--data", tmp_path / "d64", "--steps", 1, "--batch", 2, "--start", tmp_path / "sparse", "--out", tmp_path / "large"]
-    invoke("train", *large, "--attention", "local(64)", "--evaluations", 1, *model)
+    invoke("train", *large, "--attention", "local(64)", "--evaluations", 1, *TINY)
     invoke("export", tmp_path / "dense", tmp_path / "out" / "dense.pt")
     said = invoke("results", *(tmp_path / name for name in ("dense", "sparse", "large")))
     assert re.search(r"dense .*pathfinder 32 3 .*100.0%.* 8 .*±.*sparse .*54.7%.*large .*pathfinder 64 3 .*local\(64\)", said)
     invoke("plot", tmp_path / "dense", tmp_path / "sparse", "--target", tmp_path / "accuracy.png")
     assert (tmp_path / "accuracy.png").stat().st_size > 5000
+
+
+def test_a_climb_begins_dense_and_goes_on_sparse(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "evaluate_split", lambda *_: Score(0.9, 0.01, 0.5))
+    counts = ["--train", 8, "--held-out", 4, "--batch", 4, "--evaluations", 3, "--minutes", 0.05, "--workers", 1]
+    invoke("climb", "--to", 32, *counts, *TINY, "--data", tmp_path / "images", "--out", tmp_path / "runs")
+    runs = {path.parent.name: checkpoint.read(path)[0].attention for path in (tmp_path / "runs").glob("*/checkpoint.pt")}
+    assert runs.keys() == {"32-4-seed-0", "32-9", "32-14"}
+    assert runs["32-4-seed-0"] == "dense" and "butterfly" in runs["32-9"] and runs["32-9"] == runs["32-14"]

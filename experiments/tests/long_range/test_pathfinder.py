@@ -4,11 +4,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from scipy import ndimage
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from experiments.long_range.pathfinder import DRAWINGS, Pathfinder, Scenes, draw_images, draw_lines, scenes
+from experiments.long_range.pathfinder import DRAWINGS, Pathfinder, Scenes, draw_images, scenes
 
 SIZES = list(DRAWINGS)
 
@@ -45,18 +44,6 @@ def test_dashes_with_ends_a_gap_apart_join_the_dots_of_positive_images_alone(siz
         assert (path[first.argmin() // 2] == path[second.argmin() // 2]) == these.labels[scene]
         lengths = np.bincount(path)
         assert sorted(lengths)[-2:] == [14, 14] and set(lengths) <= {4, 14}
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_flood_over_lines_without_gaps_reaches_the_other_dot_in_positive_images_alone(size, made):
-    these, scale = made[size], max(1, 128 // size)
-    lines = np.zeros((8, scale * size, scale * size), np.uint8)
-    draw_lines(lines, scale * these.steps[:8, :, 0], scale * these.steps[:8, :, 1], 2, 1.0)
-    for scene in range(8):
-        parts, count = ndimage.label(lines[scene] > 0, structure=np.ones((3, 3)))
-        first, second = (parts[tuple(np.rint(scale * dot).astype(int))] for dot in these.dots[scene])
-        assert first and second and (first == second) == these.labels[scene]
-        assert count == 2 + (len(steps_of(these, scene)) - 28) // 4
 
 
 def test_ink_dots_and_their_places_do_not_tell_the_label(made):
@@ -97,10 +84,3 @@ def test_directions_in_which_paths_leave_the_dots_do_not_tell_the_label(made):
     labels = these.labels.astype(bool)
     # The difference is 0.33 if only positions are matched; its standard error is 0.06.
     assert abs(cosine[labels].mean() - cosine[~labels].mean()) < 0.16
-
-
-def test_a_seed_gives_the_same_images_and_another_seed_others():
-    one, again, other = (Pathfinder(32, dashes=3).make(5, np.random.default_rng(seed)) for seed in (7, 7, 8))
-    assert np.array_equal(one[0], again[0]) and np.array_equal(one[1], again[1])
-    assert not np.array_equal(one[0], other[0])
-    assert one[0].shape == (5, 32, 32) and one[0].dtype == one[1].dtype == np.uint8

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-import sparse_flash as sf
-from experiments.recall.arms import Arm, build_arms, count_hops, measure_reach
+from experiments.recall.arms import build_arms, count_hops
 from experiments.recall.evaluate import count_stops
-from experiments.recall.model import PairEmbedding, build_decoder
+from experiments.recall.model import build_decoder
 from experiments.recall.settings import PRESETS, Trial
 
 LENGTH, WINDOW, BLOCK, LAYERS = 256, 32, 16, 4
@@ -20,28 +19,6 @@ def trial(arm: str, **changes) -> Trial:
     tiny = PRESETS["tiny"]
     shape = replace(tiny.shape, dim=32, head_dim=16, layers=2, vocabulary=300)
     return replace(tiny, arm=arm, task=replace(tiny.task, length=LENGTH, keys=172), shape=shape, **changes)
-
-
-def test_under_a_window_each_layer_reaches_one_window_further_and_no_more():
-    least, unit = count_hops(ARMS["window"], LAYERS, LENGTH, BLOCK)
-    back = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
-    needed = (back / (WINDOW - 1)).ceil().long().clamp(min=1)
-    assert unit == 1 and torch.equal(least, torch.where((back >= 0) & (needed <= LAYERS), needed, LAYERS + 1))
-
-
-@pytest.mark.parametrize("name", ["window", "powers", "butterfly"])
-def test_hops_count_what_explain_calls_within_reach(name):
-    least, _ = count_hops(ARMS[name], LAYERS, LENGTH, BLOCK)
-    shares = sf.explain(ARMS[name].masks[0], q_len=LENGTH).reach.shares
-    pairs = LENGTH * (LENGTH + 1) / 2
-    for layers in (1, 2, 4):
-        assert (least <= layers).sum() / pairs == pytest.approx(shares[layers])
-
-
-@pytest.mark.parametrize("name, hops", [("mixed", 1), ("fixed", 2)])
-def test_mixed_needs_one_hop_to_reach_all_and_fixed_needs_two(name, hops):
-    least, _ = count_hops(build_arms(WINDOW, BLOCK, 512)[name], LAYERS, 512, BLOCK)
-    assert least[least <= LAYERS].max() == hops and (least.tril() <= LAYERS).all()
 
 
 def test_stops_are_questions_of_the_same_key_alone():
@@ -56,31 +33,6 @@ def test_stops_are_questions_of_the_same_key_alone():
     # could have the value through any token between, but none of its own, and 80 reads 60, which does not know it.
     assert by_pair == {0: [1, 2, 3, LAYERS + 1, LAYERS + 1], 1: [LAYERS + 1, LAYERS + 1]}
     assert (least[question, stated + 1] <= found).all()
-
-
-def test_layers_are_taken_in_their_order():
-    segment, summaries = "causal & block_diagonal(8)", "causal & fixed(8, block=1) & ~block_diagonal(8)"
-    before, _ = count_hops(Arm((segment, summaries)), 2, 64, 16)
-    after, _ = count_hops(Arm((summaries, segment)), 2, 64, 16)
-    # 7, its segment's summary, reads 3, and then 20 reads 7; or 20 reads 7, which reads 3 too late.
-    assert before[20, 3] == 2 and after[20, 3] == 3
-
-
-def test_chosen_blocks_are_as_many_as_the_longest_rows_of_powers():
-    powers = sf.compile_mask(ARMS["powers"].masks[0], LENGTH, block_size=BLOCK)
-    most = powers.kept_blocks().sum(1).max()
-    assert ARMS["chosen"].keep == most == ARMS["chosen-max"].keep + WINDOW // BLOCK
-    for name in ("chosen", "chosen-max"):
-        found = measure_reach(ARMS[name], LAYERS, LENGTH, BLOCK)
-        assert found["most_hops"] == 1 and found["within_reach"] == 1
-        assert measure_reach(ARMS["window"], LAYERS, LENGTH, BLOCK)["density"] < found["density"] < 0.8
-
-
-def test_a_tokens_embedding_tells_of_it_and_of_the_one_before():
-    embed = PairEmbedding(9, 4)
-    tokens = torch.randint(9, (2, 5))
-    torch.testing.assert_close(embed(tokens)[:, 1:], embed.weight[tokens[:, 1:]] + embed.before.weight[tokens[:, :-1]])
-    torch.testing.assert_close(embed(tokens)[:, 0], embed.weight[tokens[:, 0]])
 
 
 @pytest.mark.parametrize("name", ARMS)

@@ -1,6 +1,5 @@
 """Sequences: what stands where, and what depends on what."""
 
-import math
 from dataclasses import replace
 
 import torch
@@ -8,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.train_lm.model import IGNORED
-from experiments.recall.settings import PRESETS
 from experiments.recall.task import Task
 
 TASK = Task(length=256, pairs=32, nearest=8, keys=48, values=16, fillers=5)
@@ -58,37 +56,3 @@ def test_keys_are_asked_again_and_again_within_reach_of_the_last_time():
     # Now and then a question loses its place to another pair's, and the next one is farther from the one before.
     assert steps.min() >= task.nearest and (steps <= task.apart).float().mean() > 0.9 and asked > 3 * 50 * 12
     assert batch.distances.max() > 3 * task.apart
-
-
-def test_a_batch_depends_on_seed_number_and_stream_alone():
-    def tokens(*arguments, **stream) -> torch.Tensor:
-        torch.rand(1)  # the global generator is not read
-        return TASK.batch(*arguments, 4, "cpu", **stream).tokens
-
-    assert torch.equal(tokens(3, 7), tokens(3, 7))
-    others = [tokens(4, 7), tokens(3, 8), tokens(3, 7, held_out=True), tokens(4, 7, held_out=True)]
-    assert not any(torch.equal(tokens(3, 7), other) for other in others)
-
-
-def test_values_do_not_depend_on_keys_distances_or_places():
-    batch = TASK.batch(0, 0, 2000, "cpu")
-    at = batch.labels != IGNORED
-    value = batch.labels[at] - TASK.fillers
-    halves = {
-        "keys": batch.tokens[at] % 2 == 0,
-        "distances": batch.distances[at] > 40,
-        "places": at.nonzero()[:, 1] > 128,
-    }
-    for name, chosen in halves.items():
-        for half in (chosen, ~chosen):
-            expected = int(half.sum()) / TASK.values
-            squares = ((value[half].bincount(minlength=TASK.values) - expected) ** 2 / expected).sum()
-            assert squares < 45, name  # chi-squared of 15 degrees of freedom: one in 10,000 is above
-
-
-def test_distances_are_log_uniform_and_few_pairs_are_left_out():
-    batch = PRESETS["64K"].task.batch(0, 0, 4, "cpu")
-    distances = batch.distances[batch.distances > 0]
-    octaves = distances.double().log2().floor().long().bincount()[4:15]
-    assert len(distances) > 0.9 * 4 * 1024
-    assert (octaves / octaves.double().mean() - 1).abs().max() < 4 / math.sqrt(octaves.double().mean())

@@ -8,11 +8,9 @@ from typer.testing import CliRunner
 
 import sparse_flash as sf
 from examples.selection_layers import msa as msa_module
-from examples.selection_layers.nsa import BlocksBefore
-from examples.train_lm.parallel import World
 from experiments.recall.task import Task
 from experiments.selection_layers.cli import app
-from experiments.selection_layers.compare import LAYERS, PRESETS, LayerTrial, model_of, run
+from experiments.selection_layers.compare import LAYERS, PRESETS, LayerTrial, model_of
 
 CPU = torch.device("cpu")
 TOKENS, BLOCK = 72, 16  # the last block is not whole
@@ -92,11 +90,6 @@ def test_nsa_joins_three_branches_by_their_definitions():
     torch.testing.assert_close(layer(x, positions), layer.out_proj(wanted.transpose(1, 2).flatten(2)), rtol=1e-4, atol=1e-5)
 
 
-def test_compressed_blocks_are_seen_from_their_end_on():
-    kept = sf.compile_mask(BlocksBefore(BLOCK, TOKENS - 4), TOKENS, 4).to_dense()
-    assert torch.equal(kept, (torch.arange(4) + 1) * BLOCK <= torch.arange(TOKENS)[:, None])
-
-
 def test_msas_indexer_learns_from_the_divergence_alone_and_nothing_else_does(monkeypatch):
     def gradients():
         layer, x, positions = layer_and_input("msa")
@@ -123,18 +116,6 @@ def test_the_divergence_is_that_of_the_masses_of_picked_blocks_and_zero_for_equa
     other /= other.sum(-1, keepdim=True)
     rows = torch.distributions.kl_divergence(*(torch.distributions.Categorical(probs=p + 1e-30) for p in (other, own)))
     torch.testing.assert_close(msa_module.divergence(q, k, other, selection), rows.mean())
-
-
-def test_a_layer_that_chooses_learns_what_a_window_cannot_see():
-    msa, window = (run(trial(arm, steps=150), World(CPU), 1000) for arm in ("msa", "window"))
-    far = {
-        arm: next(row for row in result["by_distance"] if row["first"] == 32) for arm, result in (("msa", msa), ("window", window))
-    }
-    assert far["msa"]["right"] > 0.8 and far["window"]["right"] < 2 * window["chance"]
-    assert (
-        msa["reach"]["density"] == pytest.approx(trial("msa").sizes.count_picked_pairs(64) / (64 * 65 / 2))
-        and msa["reach"]["density"] < 0.8
-    )
 
 
 @pytest.mark.smoke

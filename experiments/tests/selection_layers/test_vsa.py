@@ -58,14 +58,3 @@ def test_vsa_and_its_gradients_are_the_definitions(grid):
         layer.zero_grad()
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-8)
-
-
-def test_a_new_layer_is_attention_to_the_chosen_tiles_and_its_coarse_gate_learns():
-    layout = sf.VideoLayout(8, 8, 8, tile=(4, 4, 4))
-    _, x, q, k, v = layer_and_input(layout)
-    layer = VSA(layout, 8, DIM, HEADS, HEAD_DIM).double()
-    out = layer(x, q, k, v)
-    torch.testing.assert_close(out, sf.attention(q, k, v))
-    out.square().sum().backward()
-    coarse, fine = layer.gates.weight.grad.chunk(2)
-    assert coarse.any() and fine.any()

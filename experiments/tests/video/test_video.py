@@ -9,61 +9,12 @@ from typer.testing import CliRunner
 import sparse_flash as sf
 from experiments.video import flow
 from experiments.video.cli import app
-from experiments.video.masks import BY_SHARE, NAMES, SHARES, VSA, masks_of, window
+from experiments.video.masks import BY_SHARE, NAMES, SHARES, VSA, masks_of
 from experiments.video.model import PRESETS, Sizes, Transformer
-from experiments.video.scenes import FRONT, SHAPES, State, draw_states, make_videos, render, simulate
+from experiments.video.scenes import make_videos
 
 CPU = torch.device("cpu")
 TINY = Sizes(side=32, dim=64, heads=1, layers=2)
-
-
-def state(place, speed, radius=0.1) -> State:
-    """One scene. Shapes that are not named stay in the first corner, at depths of their own colors."""
-    places, speeds = torch.full((1, SHAPES, 2), 0.2), torch.zeros(1, SHAPES, 2)
-    radii, kind = torch.full((1, SHAPES), 1e-3), torch.zeros(1, SHAPES, dtype=torch.long)
-    places[0, :, 0] += 0.01 * torch.arange(SHAPES)
-    for shape, (at, by) in enumerate(zip(place, speed, strict=True), start=SHAPES - len(place)):
-        places[0, shape], speeds[0, shape], radii[0, shape] = torch.tensor(at), torch.tensor(by), radius
-    return State(places, speeds, radii, kind, torch.eye(3)[torch.arange(SHAPES) % 3][None], torch.zeros(1, 3))
-
-
-def test_scenes_follow_from_their_seed_and_differ_by_it():
-    first, again, other = (make_videos(3, seed, 4, 16, CPU) for seed in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first[0], first[1])
-    assert first.shape == (3, 4, 3, 16, 16) and first.abs().max() <= 1
-    assert torch.equal(make_videos(3, 1, 9, 16, CPU)[:, :4], first)  # more frames are the same video, and on
-
-
-def test_shapes_stay_inside_and_their_speed_changes_only_where_they_touch():
-    start, frames = draw_states(50, 0), 40
-    places = simulate(start, frames)
-    step = 0.05 / 4 * 3  # a collision may speed a shape up
-    assert (places > start.radius[:, None, :, None] - step).all() and (places < 1 - start.radius[:, None, :, None] + step).all()
-    speeds = places.diff(dim=1)
-    changed = (speeds.diff(dim=1).abs() > 1e-5).any(-1)
-    apart = (places[:, :, :, None] - places[:, :, None]).norm(dim=-1)
-    reach = start.radius[:, None, :, None] + start.radius[:, None, None] + 0.3
-    others = ~torch.eye(SHAPES, dtype=torch.bool)
-    near_other = ((apart < reach) & others).any(-1)[:, 1:-1]
-    border = torch.minimum(places, 1 - places).amin(-1)[:, 1:-1] < start.radius[:, None] + 0.15
-    assert changed.any() and not changed.all() and (near_other | border)[changed].all()
-
-
-def test_shapes_bounce_off_borders_and_swap_speeds_with_equals_of_their_depth():
-    bounced = simulate(state([(0.85, 0.5)], [(0.04, 0.01)]), 5)[0, :, -1]
-    torch.testing.assert_close(bounced[-1] - bounced[-2], torch.tensor([-0.04, 0.01]))
-    collided = simulate(state([(0.4, 0.5), (0.7, 0.5)], [(0.03, 0.0), (-0.01, 0.0)]), 8)[0, :, -2:]
-    torch.testing.assert_close(collided[-1] - collided[-2], torch.tensor([[-0.01, 0.0], [0.03, 0.0]]), rtol=1e-4, atol=1e-6)
-    # The first of FRONT + 1 shapes is behind the others, and passes them.
-    there = [(0.4, 0.5), (0.7, 0.5), (0.2, 0.8), (0.8, 0.8)]
-    passed = simulate(state(there, [(0.03, 0.0), *[(0.0, 0.0)] * FRONT]), 8)[0, :, -FRONT - 1]
-    torch.testing.assert_close(passed[-1] - passed[-2], torch.tensor([0.03, 0.0]))
-
-
-def test_the_shape_in_front_hides_those_behind():
-    seen = state([(0.5, 0.5), (0.5, 0.5)], [(0.0, 0.0)] * 2)
-    middle = render(seen, simulate(seen, 1), 32)[0, 0, :, 16, 16]
-    assert torch.equal(middle, seen.color[0, -1] * 2 - 1) and not torch.equal(middle, seen.color[0, -2] * 2 - 1)
 
 
 def test_exact_velocities_lead_from_noise_to_the_video_in_any_number_of_steps():
@@ -80,14 +31,6 @@ def test_exact_velocities_lead_from_noise_to_the_video_in_any_number_of_steps():
     assert torch.equal(point[0], video[0]) and torch.equal(point[1, 1:], noise[1, 1:]) and torch.equal(point[1, :1], video[1, :1])
 
 
-def test_sampling_reads_no_frame_that_is_not_given():
-    video, noise = make_videos(1, 0, 4, 8, CPU), torch.randn(1, 4, 3, 8, 8)
-    changed = video.clone()
-    changed[:, 2:] += 1
-    sampled = [flow.sample_videos(lambda x, *_: x + x[:, :1], one, noise, 2, 3) for one in (video, changed)]
-    assert torch.equal(*sampled) and torch.equal(sampled[0][:, :2], video[:, :2])
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dense", VSA)])
 @pytest.mark.parametrize("share", SHARES)
 def test_masks_keep_their_share_and_each_tile_itself(name, share):
@@ -101,10 +44,6 @@ def test_masks_keep_their_share_and_each_tile_itself(name, share):
         assert not torch.equal(first.kept_blocks(), last.kept_blocks())
 
 
-def test_windows_of_the_video_are_half_of_it_all_frames_and_three_quarters():
-    assert [window(PRESETS["full"].layout, share) for share in SHARES] == [(2, 2, 2), (4, 2, 2), (3, 3, 3)]
-
-
 def test_a_mask_that_keeps_everything_is_dense_attention_and_patches_are_the_video():
     torch.manual_seed(0)
     model = Transformer(TINY)
@@ -116,17 +55,6 @@ def test_a_mask_that_keeps_everything_is_dense_attention_and_patches_are_the_vid
     torch.testing.assert_close(model(video, time, windows), dense, rtol=1e-4, atol=1e-5)
     sparse = model(video, time, masks_of("window", 0.125, model.layout, 2, CPU))
     assert dense.shape == video.shape and (sparse - dense).abs().max() > 1e-3
-
-
-def test_vsa_that_keeps_all_tiles_begins_as_the_dense_model():
-    torch.manual_seed(0)
-    dense, vsa = Transformer(TINY), Transformer(TINY, keep=16)
-    for parameter in dense.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    missing, unexpected = vsa.load_state_dict(dense.state_dict(), strict=False)
-    assert missing and all(".vsa.gates." in name for name in missing) and not unexpected
-    video, time = make_videos(1, 0, TINY.frames, TINY.side, CPU), torch.rand(1)
-    torch.testing.assert_close(vsa(video, time, [None] * 2), dense(video, time, [None] * 2), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.smoke
