@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..compat.pytorch import WeakIdKeyDictionary, is_plain_eager, is_recorded
+from ..kernels.common.streams import raw_stream
 from ..masks.cache import run_in_thread
 from ..masks.memory import register_clear
 
@@ -30,10 +31,8 @@ def kept_of_documents(starts: tuple[torch.Tensor, torch.Tensor], key: tuple, mak
     queries, keys = starts
     if not is_plain_eager(*starts) or is_recorded(queries.device) or any(t.is_inference() for t in starts):
         return make(lambda function: function())
-    stream = None
     if queries.is_cuda:
-        stream = torch.cuda.current_stream(queries.device)
-        key = *key, stream.cuda_stream, id(keys), keys._version
+        key = *key, raw_stream(queries.device.index), id(keys), keys._version
     else:  # whose values NumPy may change, too
         key = *key, *(tuple(t.tolist()) for t in starts)
     version, made = _kept.get(queries, (None, None))
@@ -47,6 +46,8 @@ def kept_of_documents(starts: tuple[torch.Tensor, torch.Tensor], key: tuple, mak
             made.clear()
 
         def run(function: Callable[[], Any]) -> Any:
+            stream = torch.cuda.current_stream(queries.device) if queries.is_cuda else None
+
             def on_stream() -> Any:
                 with nullcontext() if stream is None else torch.cuda.stream(stream):
                     return function()

@@ -216,9 +216,8 @@ def sink_gradient(
     if dout.is_cuda and lse.dtype == torch.float32 and find_spec("triton"):  # the kernel sums in float32
         from ..kernels.portable.sinks import sum_shares
 
-        delta = sum_shares(dout, dlse, out, lse, sinks)
-    else:
-        share = (sinks.to(lse.dtype)[:, None] - lse).exp()
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - (0.0 if dlse is None else dlse)
-        delta = torch.where(lse.isneginf(), 0.0, share * delta)  # neither a query nor a sink, or no query
+        return sum_shares(dout, dlse, out, lse, sinks).sum((0, 2)).to(sinks.dtype)
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - (0.0 if dlse is None else dlse)
+    delta = torch.where(lse.isneginf(), 0.0, share * delta)  # neither a query nor a sink, or no query
     return -delta.sum((0, 2)).to(sinks.dtype)

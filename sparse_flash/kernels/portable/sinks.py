@@ -1,12 +1,16 @@
 """Sink logits, which join the softmax of each query (arXiv:2309.17453): in the state of a forward pass, and their gradient."""
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.tiles import LOG2_E
-from ..launch.launch import launch
+from ..common.grid import tile_and_batch_head
+from ..common.layout import as_addressable
+from ..common.tiles import LOG2_E, load_tile
+from ..launch.launch import Recording, descriptor_or_rows, launch_or_repeat
 
 ROWS = 64  # queries that a program reads at a time
 
@@ -21,61 +25,44 @@ def add_sink(state, sink):
     return accumulator * rescale[:, None], new_max, running_sum * rescale + tl.exp2(sink - new_max)
 
 
-@triton.jit
-def _load_rows(pointer, strides, batch, head, query, q_len, dim, HEAD_DIM: tl.constexpr):
-    place = pointer + batch * strides[0] + head * strides[1] + query[:, None] * strides[2] + dim[None, :]
-    return tl.load(place, mask=(query < q_len)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["dout_batch", "dout_head", "dout_token", "out_batch", "out_head", "out_token", "heads", "q_len"])
+@triton.jit(do_not_specialize=["heads", "q_len"])
 def sum_shares_kernel(
-    dout_ptr,
-    dlse_ptr,
-    out_ptr,
-    lse_ptr,
-    sinks,
-    sums,
-    dout_batch: tl.int64,
-    dout_head: tl.int64,
-    dout_token: tl.int64,
-    out_batch: tl.int64,
-    out_head: tl.int64,
-    out_token: tl.int64,
-    heads,
-    q_len,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """A program sums a sink's weight times (dout . out - dlse) over ROWS queries of a head."""
-    chunk, batch_head = tl.program_id(0), tl.program_id(1)
-    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
-    query, dim = chunk * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
-    dout = _load_rows(dout_ptr, (dout_batch, dout_head, dout_token), batch, head, query.to(tl.int64), q_len, dim, HEAD_DIM)
-    out = _load_rows(out_ptr, (out_batch, out_head, out_token), batch, head, query.to(tl.int64), q_len, dim, HEAD_DIM)
-    delta = tl.sum(dout * out, 1)
+    dout_tensor, out_tensor, dlse_ptr, lse_ptr, sinks, sums, heads, q_len,
+    DIM: tl.constexpr, HAS_DLSE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A program sums minus a sink's weight times (dout . out - dlse) over ROWS queries of a head."""
+    chunks = tl.cdiv(q_len, ROWS)
+    chunk, batch_head = tile_and_batch_head(chunks)
+    batch, head = batch_head // heads, batch_head % heads
+    dout = load_tile(dout_tensor, batch, head, chunk * ROWS, ROWS, DIM).to(tl.float32)
+    delta = tl.sum(dout * load_tile(out_tensor, batch, head, chunk * ROWS, ROWS, DIM).to(tl.float32), 1)
+    query = chunk * ROWS + tl.arange(0, ROWS)
     row = batch_head.to(tl.int64) * q_len + query
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + row, mask=query < q_len, other=0.0)
     # lse -inf: neither a key nor a sink, or no query.
     lse = tl.load(lse_ptr + row, mask=query < q_len, other=-float("inf"))
     weight = tl.exp(tl.load(sinks + head).to(tl.float32) - tl.where(lse == -float("inf"), 0.0, lse))
-    total = tl.sum(tl.where(lse == -float("inf"), 0.0, weight * delta), 0)
-    tl.store(sums + batch_head.to(tl.int64) * tl.num_programs(0) + chunk, total)
+    tl.store(sums + batch_head.to(tl.int64) * chunks + chunk, -tl.sum(tl.where(lse == -float("inf"), 0.0, weight * delta), 0))
 
 
 def sum_shares(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """(batch, heads, chunks) float32: the weight of each head's sink times (dout . out - dlse), summed over some queries.
+    """(batch, heads, chunks) float32: minus the weight of each head's sink times (dout . out - dlse), summed over some queries.
 
     dout, out: (batch, heads, q_len, head_dim). dlse, lse: (batch, heads, q_len) float32. sinks: (heads,)."""
-    dout, out = (t if t.stride(3) == 1 else t.contiguous() for t in (dout, out))
-    dlse = None if dlse is None else dlse.contiguous()
+    dout, out = map(as_addressable, (dout, out))
+    inputs = dout, out, lse, sinks, *(() if dlse is None else (dlse.contiguous(),))
+    return launch_or_repeat(sum_shares_kernel, None, (len(inputs),), inputs, partial(_run, inputs))[0]
+
+
+def _run(inputs, recording: Recording) -> list[torch.Tensor]:
+    dout, out, lse, sinks, *dlse = inputs
     batch, heads, q_len, head_dim = out.shape
-    sums = torch.empty((batch, heads, triton.cdiv(q_len, ROWS)), dtype=torch.float32, device=out.device)
-    arguments = [dout, lse if dlse is None else dlse, out, lse, sinks, sums, *dout.stride()[:3], *out.stride()[:3], heads, q_len]
-    constants = {"HEAD_DIM": head_dim, "DIM": padded_head_dim(head_dim), "HAS_DLSE": dlse is not None, "ROWS": ROWS}
-    launch(sum_shares_kernel, (sums.shape[2], batch * heads), arguments, constants, {"num_warps": 4}, (sinks.dtype,))
-    return sums
+    dim, chunks = padded_head_dim(head_dim), triton.cdiv(q_len, ROWS)
+    sums = recording.fresh(torch.empty((batch, heads, chunks), dtype=torch.float32, device=out.device))
+    arguments = [*(descriptor_or_rows(t, ROWS, dim) for t in (dout, out)), *(dlse or [lse]), lse, sinks, sums, heads, q_len]
+    constants = {"DIM": dim, "HAS_DLSE": bool(dlse), "ROWS": ROWS}
+    recording.launch(sum_shares_kernel, ((chunks * batch * heads, 1), arguments, constants, {"num_warps": 4}), (sinks.dtype,))
+    return [sums]
