@@ -28,6 +28,7 @@ def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Cal
     tokens, device = q.shape[2], q.device
     window = sf.compile_mask("causal & local(256)", tokens, device=device)
     sinks, lens = torch.zeros(q.shape[1], device=device), torch.tensor([tokens - 10], device=device, dtype=torch.int32)
+    slopes = torch.full((q.shape[1],), 0.1, device=device)
     generator = torch.Generator().manual_seed(0)
     inner = torch.randperm(tokens - 1, generator=generator)[: max(1, tokens // 273) - 1].sort().values + 1
     bounds = torch.cat([torch.tensor([0]), inner, torch.tensor([tokens])]).to(device=device, dtype=torch.int32)
@@ -41,6 +42,7 @@ def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Cal
         "spec text": lambda: sf.attention(q, k, v, "causal & local(256)"),
         "sinks": lambda: sf.attention(q, k, v, window, sinks=sinks),
         "soft cap": lambda: sf.attention(q, k, v, window, softcap=20.0),
+        "ALiBi": lambda: sf.attention(q, k, v, window, alibi_slopes=slopes),
         "lengths": lambda: sf.attention(q, k, v, window, kv_lens=lens),
         "packed documents": lambda: sf.attention_varlen(rows, keys, values, bounds, mask="causal", max_seqlen_q=longest),
         "a chooser": lambda: sf.attention(q, k, v, "causal & sampled(16, mass=0.9, block=64)"),

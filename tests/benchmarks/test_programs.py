@@ -25,7 +25,7 @@ SIZES = "--tokens 256 --heads 4 2 --head-dim 16 --block 64"  # of choosers
 def test_host_times_of_calls_are_measured_with_and_without_gradients(tmp_path):
     _, data = run_program(calls, tmp_path, "--tokens 128 --heads 2 --head-dim 16 --seconds 0")
     rows = data["rows"]
-    assert len(rows) == 21 and all(row["host_us"] > 0 and row["each_us"] > 0 for row in rows)
+    assert len(rows) == 23 and all(row["host_us"] > 0 and row["each_us"] > 0 for row in rows)
     assert [row["gradients"] for row in rows if row["call"] == "packed documents"] == [False, True]
 
 
