@@ -10,11 +10,11 @@ import argparse
 import ast
 import csv
 import hashlib
-import multiprocessing
 import os
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -229,40 +229,27 @@ def main() -> int:
     os.environ.pop("TRITON_INTERPRET", None)
     jobs = wanted(REPRESENTATIVES if arguments.representatives else None)
     rows = [] if arguments.representatives else [row for row in read() if row.key in jobs]
-    known = {row.key for row in rows}
+    known, failed = {row.key for row in rows}, []
     missing = [job for key, job in jobs.items() if key not in known]
-    failed = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
         os.environ["TRITON_CACHE_DIR"] = folder
-        for job, row in _compiled_together(missing, arguments.workers):
-            print(_words(*job), flush=True)
-            if isinstance(row, Exception):
-                failed.append(f"{_words(*job)}: {type(row).__name__}: {row}".splitlines()[0])
+        running = {pool.submit(compiled, *job): job for job in missing}
+        for done in as_completed(running):
+            case, chip = running[done]
+            name = " ".join([chip, *(str(field) for field in case if field)])
+            print(name, flush=True)
+            if error := done.exception():
+                failed.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
                 continue
-            rows.append(row)
+            rows.append(done.result())
+            if int(rows[-1].shared) > CHIPS[chip].shared:
+                failed.append(f"{name}: {rows[-1].shared} bytes of shared memory, {CHIPS[chip].shared} are there")
             if not arguments.representatives:
                 write(rows)
-    if not arguments.representatives:
+    if not arguments.representatives:  # without the rows of what is no more
         write(rows)
-    failed += [
-        f"{_words(Case(*row[1:7]), row.chip)}: {row.shared} bytes of shared memory, {CHIPS[row.chip].shared} are there"
-        for row in rows
-        if int(row.shared) > CHIPS[row.chip].shared
-    ]
-    print(f"{len(missing)} compiled, {len(jobs) - len(missing)} known; {len(failed)} failed or do not fit", *failed, sep="\n")
+    print(f"{len(missing)} compiled, {len(known)} known; {len(failed)} failed or do not fit", *failed, sep="\n")
     return 1 if failed else 0
-
-
-def _words(case: Case, chip: str) -> str:
-    return " ".join([chip, *(str(field) for field in case if field)])
-
-
-def _compiled_together(jobs, workers: int):
-    """(job, Row or Exception) of each, in order of completion."""
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(compiled, *job): job for job in jobs}
-        for done in as_completed(running):
-            yield running[done], done.exception() or done.result()
 
 
 if __name__ == "__main__":

@@ -70,11 +70,6 @@ class Launch(NamedTuple):
     def of_hopper(self) -> bool:
         return ".hopper" in self.kernel.fn.__module__
 
-    def constant(self, name: str):
-        """Of the kernel, or a field of the record that has its constants."""
-        records = [getattr(record, "of", record) for record in map(self.given.get, ("SHAPE", "C"))]
-        return self.given.get(name, next((getattr(record, name) for record in records if hasattr(record, name)), None))
-
     def code(self, backend) -> tuple:
         """(options, signature, constants, attributes), by which Triton tells codes of a kernel apart."""
         bound, specialization, rest = binder_of(self.kernel, backend)(*self.arguments, **self.given)
