@@ -138,9 +138,6 @@ class Tensor(NDArrayOperatorsMixin):
     def permute(self, *order):
         return Tensor(self.array.transpose(*order))
 
-    def expand_dims(self, axis):
-        return Tensor(np.expand_dims(self.array, axis))
-
     def split(self):
         return Tensor(self.array[..., 0]), Tensor(self.array[..., 1])
 

@@ -104,20 +104,17 @@ def table():
 
 
 def test_the_table_of_chips_is_of_these_kernels_and_configs_and_has_each_kernel_for_each_chip(table):
-    wanted = chips.wanted()
-    stale = [row for row in table if row.key not in wanted]
-    assert not stale, f"run 'make chips', which compiles {len(stale)} kernels anew"
-    assert chips.wanted(chips.REPRESENTATIVES).keys() <= {row.key for row in table}, "run 'make chips'"
+    wanted, found = chips.wanted(), set(map(chips.key_of, table))
+    assert found <= wanted.keys(), "run 'make chips'"
+    assert found >= chips.wanted(chips.REPRESENTATIVES).keys(), "run 'make chips'"
 
 
 def test_every_compiled_kernel_fits_its_chip(table):
-    assert {row.chip for row in table} == set(chips.CHIPS)
-    assert [row for row in table if int(row.shared) > chips.CHIPS[row.chip].shared] == []
+    assert {row["chip"] for row in table} == set(chips.CHIPS)
+    assert [row for row in table if int(row["shared"]) > chips.CHIPS[row["chip"]].shared] == []
 
 
 def test_products_run_on_the_matrix_units_of_each_chip(table):
-    units = {"8.0": "mma.sync", "8.6": "mma.sync", "8.9": "mma.sync", "9.0": "wgmma.mma_async", "10.0": "tcgen05.mma"}
-    units["12.0"] = "mma.sync"
-    rows = [row for row in table if row.kernel in configs.KERNELS and row.dtype == "bf16" and row.table_block != "16"]
-    assert {row.chip for row in rows} == units.keys()
-    assert [row for row in rows if row.products != units[row.chip]] == []
+    units = {"9.0": "wgmma.mma_async", "10.0": "tcgen05.mma"}
+    rows = [row for row in table if row["kernel"] in configs.KERNELS and row["dtype"] == "bf16" and row["table_block"] != "16"]
+    assert [row for row in rows if row["products"] != units.get(row["chip"], "mma.sync")] == []

@@ -66,17 +66,13 @@ OF_TERMS = [*(((term,), "causal", 64) for term in (*TERMS, "dropout", "lengths")
 OF_TERMS += [(("lengths",), "dense, ragged", 128), (("lengths",), "blocks of 64", 64), (("lengths",), "bits", 256)]
 OF_TERMS += [(ALL, "whole blocks", 128), (ALL, "blocks of 64", 64), (ALL, "dense, ragged", 192)]
 OF_TERMS += [((*ALL, "dropout"), *under) for under in (("dense, ragged", 64), ("blocks of 256", 64), ("bits", 256))]
+REPEATABLE = [(("lengths",), "bits", 96), (("lengths", "softcap", "alibi", "frozen bias", "dropout"), "causal", 96)]
 
 
-@parametrize("terms, under, head_dim", OF_TERMS)
-def test_each_term_is_as_it_is_defined_whatever_nonexistent_tokens_hold(terms, under, head_dim):
+@parametrize("terms, under, head_dim, deterministic", [*((*row, False) for row in OF_TERMS), *((*row, True) for row in REPEATABLE)])
+def test_each_term_is_as_it_is_defined_whatever_nonexistent_tokens_hold(terms, under, head_dim, deterministic):
     sizes = {"batch": 2, "kv_heads": 1, "head_dim": head_dim, "v_head_dim": 128 if head_dim == 192 else head_dim}
-    assert_right(*UNDER[under], terms=terms, seed=len(terms), **sizes)
-
-
-@parametrize("terms, spec", [(("lengths",), "bits"), (("lengths", "softcap", "alibi", "frozen bias", "dropout"), "causal")])
-def test_terms_are_right_with_repeatable_sums(terms, spec):
-    assert_right(*UNDER[spec], terms=terms, batch=2, kv_heads=1, head_dim=96, deterministic=True)
+    assert_right(*UNDER[under], terms=terms, seed=len(terms), deterministic=deterministic, **sizes)
 
 
 @parametrize(
