@@ -20,7 +20,7 @@ from accepted import DEVICE, fitted
 from hypothesis import currently_in_test_context, reject
 from oracle import SEED, Call, dense_attention, existing, kept_pairs, no_host_synchronization, tensor
 from oracle import assert_right as assert_right
-from picked import drawn_picks, kept_by_picks
+from picked import attention_over_picks, drawn_picks, kept_by_picks
 from torch.distributed.device_mesh import init_device_mesh
 
 import sparse_flash as sf
@@ -459,15 +459,7 @@ def selection(sizes: Sizes) -> Call:
     pickers, q_len, kv_len = sizes.heads if by_head else sizes.kv_heads, sizes.q_len, sizes.kv_len
     picks = drawn_picks((sizes.batch, pickers, -(-q_len // every), count), every, block, q_len, kv_len, sizes.seed)
     picks[:, :, 10:20] = -1
-
-    def run(q, k, v, picks):
-        options = {"every": every, "q_len": q.shape[2], "kv_len": k.shape[2], "own": False, "always": always, "check": False}
-        chosen = sf.BlockSelection.from_picks(picks, block, **options)
-        return sf.attention(q, k, v, chosen, **sizes.options())
-
-    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3).repeat_interleave(sizes.heads // pickers, 1).to(DEVICE)
-    kept = kept if always is None else kept | kept_by(f"causal & ({always})", q_len, kv_len)
-    return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, kept, sizes.scale), (picks,))
+    return attention_over_picks(normal(sizes), picks, every, block, always, scale=sizes.scale, backend=sizes.backend)
 
 
 def selection_by_query(sizes: Sizes) -> Call:

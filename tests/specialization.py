@@ -12,6 +12,7 @@ where they lose a 1.
 
 import json
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -50,29 +51,24 @@ class Counted:
         """Does nothing: a launch asks again for what was compiled ahead of it."""
 
     def __getitem__(self, grid):
-        return lambda *arguments, **given: Code(self, arguments, given)
+        return self.make
+
+    def make(self, *arguments, **given):
+        """Code for the arguments of one launch, by a grid. It is launched again with others."""
+        self.compiled += 1
+        made_for = self.specialization(arguments, given)
+
+        def launch(*arguments) -> None:
+            self.again += 1
+            found = self.specialization(arguments, {})
+            self.wrong |= {f"{name}: {made_for[name]}, then {found[name]}" for name in found if found[name] != made_for[name]}
+
+        return defaultdict(lambda: launch)
 
     def specialization(self, arguments, given) -> dict[str, tuple]:
         """(type, specialization on its value) of each argument."""
         binder = launches.binder_of(self.kernel, BACKEND)
         return dict(zip((p.name for p in self.params), binder(*arguments, **given)[1], strict=True))
-
-
-class Code:
-    """Made for the arguments of one launch, and launched again with others."""
-
-    def __init__(self, kernel: Counted, arguments, given):
-        kernel.compiled += 1
-        self.kernel, self.made_for = kernel, kernel.specialization(arguments, given)
-
-    def __getitem__(self, grid):
-        return self.launch
-
-    def launch(self, *arguments):
-        self.kernel.again += 1
-        for name, found in self.kernel.specialization(arguments, {}).items():
-            if found != self.made_for[name]:
-                self.kernel.wrong.add(f"{name}: {self.made_for[name]}, then {found}")
 
 
 @cache
