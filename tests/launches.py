@@ -183,12 +183,9 @@ class Shape(NamedTuple):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """q, k, v, out and lse."""
-        queries, keys, of_values = (
-            (self.batch, self.heads, self.q_len),
-            (self.batch, self.kv_heads, self.kv_len),
-            self.dim_v or self.dim,
-        )
-        sizes = (*queries, self.dim), (*keys, self.dim), (*keys, of_values), (*queries, of_values)
+        queries, keys = (self.batch, self.heads, self.q_len), (self.batch, self.kv_heads, self.kv_len)
+        dim_v = self.dim_v or self.dim
+        sizes = (*queries, self.dim), (*keys, self.dim), (*keys, dim_v), (*queries, dim_v)
         return *(torch.zeros(size, dtype=self.dtype) for size in sizes), torch.zeros(queries)
 
 

@@ -1,4 +1,4 @@
-"""Calls of more than 65,535 batch-heads, which is CUDA's limit for all axes of a grid but the first."""
+"""Grids: calls of more than 65,535 batch-heads, which is CUDA's limit for all axes but the first, and the order of heads."""
 
 from functools import partial
 
@@ -91,3 +91,22 @@ def test_some_of_many_sequences_get_what_they_get_without_the_others(way, shape)
     with unless_refused():
         for mine, alone in zip(outcome(*inputs), outcome(*(t[SAMPLE] for t in inputs)), strict=True):
             torch.testing.assert_close(mine[SAMPLE], alone, atol=2e-2, rtol=2e-2)
+
+
+SCATTERED = "random(0.2)"
+
+
+@parametrize(
+    "row_bytes, mask, tokens, lines, options, together",
+    [
+        (256, None, 4096, 8, {}, 8),  # the cache holds all
+        (256, SCATTERED, 32768, 8, {}, 1),
+        (256, "causal & documents((0, 15000, 40000, 65536))", 65536, 8, {}, 2),
+        (512, SCATTERED, 16384, 8, {"by_key": True}, 2),
+        (320, SCATTERED, 8192, 16, {}, 2),  # three would fit, and leave one over
+        (256, SCATTERED, 16384, 32, {"group": 8}, 16),  # query heads that share keys come together
+        (256, "causal", 16384, 16, {}, 8),  # rows keep much
+    ],
+)
+def test_as_many_heads_follow_each_other_as_the_cache_holds_and_rows_need(row_bytes, mask, tokens, lines, options, together):
+    assert order.concurrent_heads(row_bytes, tokens, mask and sf.compile_mask(mask, tokens), lines, **options) == together
