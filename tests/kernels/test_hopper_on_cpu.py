@@ -2,14 +2,19 @@
 
 from dataclasses import replace
 
+import chosen
 import fuzz_calls
 import pytest
 import torch
 from calls import OWN, Sizes, own_in_torch, varlen
 from calls import assert_right as assert_call_right
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from oracle import poisoned_memory, tiles
 
 import sparse_flash as sf
+from sparse_flash.choosers import choose, features
+from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.packed import gather_rows, in_place
 
 pytest.importorskip("triton.experimental.gluon")
@@ -17,6 +22,8 @@ import gluon_on_cpu as emulated
 import triton
 import triton.language as tl
 from gluon_on_cpu import MASKS, assert_right
+
+from sparse_flash.kernels.choosers import hopper_log_sums
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels run on this GPU"),
@@ -158,12 +165,12 @@ def by_place_derivative(score, batch, head, q_pos, k_pos, params):
 @parametrize("mask", ["causal", None])
 def test_a_function_reads_its_tables_at_positions_that_exist(mask):
     in_torch = lambda score, b, h, q, k, params: score + params[0][q] - params[0][k]  # noqa: E731
-    given = {"score_mod": sf.ScoreFunction(in_torch, by_place, by_place_derivative), "score_params": (torch.randn(200),)}
+    options = {"score_mod": sf.ScoreFunction(in_torch, by_place, by_place_derivative), "score_params": (torch.randn(200),)}
     q, k, v = (torch.randn(1, 2, 200, 64, dtype=torch.float16).requires_grad_() for _ in range(3))
     with emulated.gluon_on_cpu():  # it raises for a read outside a tensor
-        out = sf.attention(q, k, v, mask, backend="hopper", **given)
+        out = sf.attention(q, k, v, mask, backend="hopper", **options)
         out.sum().backward()
-    wanted = sf.attention(q.double(), k.double(), v.double(), mask, backend="reference", **given)
+    wanted = sf.attention(q.double(), k.double(), v.double(), mask, backend="reference", **options)
     assert (out.double() - wanted).abs().max() < 4e-3 * wanted.abs().max()
 
 
@@ -187,6 +194,47 @@ def test_drawn_calls_are_right_in_drawn_orders_of_events(seed):
         call = fuzz_calls.draw(seed, "hopper")
         wrong = fuzz_calls.failure(call)
     assert wrong is None, f"{call}: {wrong}"
+
+
+def scores(chooser, q, k, causal, lengths, by_kernel):
+    """lengths: starts, ends and q_ends of ``features_of``, lists or None."""
+    lengths = (None if one is None else torch.tensor(one) for one in lengths)
+    content = features.Content(q, k, BlockGrid(q.shape[2], k.shape[2], chooser.block_size), causal, 0.1, None, *lengths)
+    with torch.no_grad():
+        return torch.cat([part for *_, part in choose._iter_scores(chooser, content, by_kernel)], 2)
+
+
+EXISTING = st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2)
+
+
+@settings(max_examples=12)
+@given(
+    chooser=chosen.drawn(chosen.COMPARING),
+    lengths=st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n)),
+    heads=st.sampled_from([(1, 1), (2, 1)]),
+    causal=st.booleans(),
+    starts=EXISTING,
+    ends=EXISTING,
+    q_ends=EXISTING,
+    head_dim=st.sampled_from([64, 128]),
+    seed=st.integers(0, 999),
+)
+# Rows that precede all existing columns by more than a step read none, and end.
+@example(sf.parse("sampled(64, keep=1, block=64)"), (500, 500), (1, 1), True, [0, 499], None, None, 64, 0)
+@example(sf.parse("antidiagonal(8, keep=1, block=64)"), (300, 300), (2, 1), True, None, None, None, 128, 0)
+@example(sf.parse("sampled(64, keep=1, block=64)"), (500, 500), (1, 1), False, None, [0, 3], [3, 0], 64, 0)
+def test_hoppers_log_sums_are_right_in_a_drawn_order_of_events(
+    chooser, lengths, heads, causal, starts, ends, q_ends, head_dim, seed
+):
+    options = {"batch": 2, "heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "dtype": torch.float16, "seed": seed}
+    q, k = chosen.tensors(*lengths, **options)
+    starts = starts and [min(start, lengths[1] - 1) for start in starts]
+    existing = starts, ends, q_ends
+    wanted = scores(chooser, q, k, causal, existing, False)
+    with emulated.gluon_on_cpu(seed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_log_sums, "supports", lambda rows, per_kv_block: per_kv_block >= 4)  # head_dim 64 too
+        found = scores(chooser, q, k, causal, existing, True)
+    torch.testing.assert_close(found, wanted, rtol=3e-3, atol=1e-5)
 
 
 def attend():
