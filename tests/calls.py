@@ -20,7 +20,7 @@ from accepted import DEVICE, fitted
 from hypothesis import currently_in_test_context, reject
 from oracle import SEED, Call, dense_attention, existing, kept_pairs, no_host_synchronization, tensor
 from oracle import assert_right as assert_right
-from picked import drawn_picks, kept_by_picks
+from picked import attention_over_picks, drawn_picks, kept_by_picks
 from torch.distributed.device_mesh import init_device_mesh
 
 import sparse_flash as sf
@@ -460,15 +460,7 @@ def selection(sizes: Sizes) -> Call:
     pickers, q_len, kv_len = sizes.heads if by_head else sizes.kv_heads, sizes.q_len, sizes.kv_len
     picks = drawn_picks((sizes.batch, pickers, -(-q_len // every), count), every, block, q_len, kv_len, sizes.seed)
     picks[:, :, 10:20] = -1
-
-    def run(q, k, v, picks):
-        options = {"every": every, "q_len": q.shape[2], "kv_len": k.shape[2], "own": False, "always": always, "check": False}
-        chosen = sf.BlockSelection.from_picks(picks, block, **options)
-        return sf.attention(q, k, v, chosen, **sizes.options())
-
-    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3).repeat_interleave(sizes.heads // pickers, 1).to(DEVICE)
-    kept = kept if always is None else kept | kept_by(f"causal & ({always})", q_len, kv_len)
-    return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, kept, sizes.scale), (picks,))
+    return attention_over_picks(normal(sizes), picks, every, block, always, scale=sizes.scale, backend=sizes.backend)
 
 
 def selection_by_query(sizes: Sizes) -> Call:
@@ -509,17 +501,54 @@ def selection_masses(sizes: Sizes) -> Call:
 
 
 def decode_selection(sizes: Sizes) -> Call:
-    """The last two queries of full caches, over the blocks that they picked."""
-    queries = min(sizes.q_len, 2)
-    q, k, v = normal(replace(sizes, q_len=queries))
-    picks = drawn_picks((sizes.batch, sizes.kv_heads, queries, 2), 1, 16, queries, sizes.kv_len, sizes.seed)
-    kept = kept_by_picks(picks, 1, 16, queries, sizes.kv_len).any(3).repeat_interleave(sizes.heads // sizes.kv_heads, 1).to(DEVICE)
+    """The last queries of sequences in a cache, over blocks that they picked; some of these are past a sequence's end. Pages
+    without a kept key do not exist."""
+    every, block, count, by_head, _ = SELECTIONS[sizes.seed % len(SELECTIONS)]
+    whole = decode(replace(sizes, page=None))
+    (q,), (k, v, lens) = whole.inputs, whole.others
+    (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
+    pickers = heads if by_head else sizes.kv_heads
+    picks = drawn_picks((batch, pickers, -(-q_len // every), count), every, block, q_len, kv_len, sizes.seed)
+    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3).repeat_interleave(heads // pickers, 1).to(DEVICE)
+    position = lens[:, None] - q_len + torch.arange(q_len, device=DEVICE)
+    kept &= torch.arange(kv_len, device=DEVICE) <= position[:, None, :, None]
+    held, hidden = cache_of(sizes, lens, k, v)
+    if sizes.page:
+        read = torch.nn.functional.pad(kept.any(1).any(1), (0, -kv_len % sizes.page)).unflatten(1, (-1, sizes.page)).any(2)
+        hidden = *hidden[:3], None, None, ~read
 
-    def run(q, k, v, picks):
-        chosen = sf.BlockSelection.from_picks(picks, 16, q_len=q.shape[2], kv_len=k.shape[2], own=False, check=False)
-        return sf.attention_decode(q, k, v, chosen, return_lse=True, backend=sizes.backend)
+    def run(q, k, v, lens, picks, table=None):
+        options = {"every": every, "q_len": q.shape[2], "kv_len": kv_len, "own": False, "check": False}
+        chosen = sf.BlockSelection.from_picks(picks, block, **options)
+        return sf.attention_decode(q, k, v, chosen, kv_lens=lens, block_table=table, **sizes.options())
 
-    return Call((q,), run, lambda q: dense_attention(q, k.to(q.dtype), v.to(q.dtype), kept), (k, v, picks), differentiable=False)
+    def define(q):
+        return dense_attention(q, k.to(q.dtype), v.to(q.dtype), kept, sizes.scale)
+
+    return Call((q,), run, define, (*held[:2], lens, picks, *held[2:]), differentiable=False, hidden=hidden)
+
+
+def varlen_selection(sizes: Sizes) -> Call:
+    """Packed documents whose tokens choose blocks of their own document, each as it would alone; tokens past them are of none."""
+    lens, of_seed = sizes.lens or documents_of(sizes.q_len), sizes.seed % 4
+    options = {"block_size": 16, "always": (None, "sinks(3) | local(20)")[of_seed // 2], "share_group": of_seed % 2 == 1}
+
+    def run(q, k, v, bounds):
+        packed = [t.squeeze(0).transpose(0, 1) for t in (q, k, v)]
+        chosen = sf.topk_blocks(*packed[:2], 3, cu_seqlens_q=bounds, max_seqlen_q=q.shape[2], **options)
+        out, lse = sf.attention_varlen(*packed, bounds, mask=chosen, **sizes.options())
+        return out.transpose(0, 1)[None], lse[None]
+
+    q, k, v = normal(replace(sizes, batch=1, kv_len=sizes.q_len))
+    bounds = bounds_of(lens)
+    kept = torch.zeros(sizes.heads, sizes.q_len, sizes.q_len, dtype=torch.bool, device=DEVICE)
+    for start, stop in pairwise(bounds.tolist()):
+        if start < stop:
+            alone = sf.topk_blocks(q[:, :, start:stop], k[:, :, start:stop], 3, every=1, **options).to_dense()[0]
+            kept[:, start:stop, start:stop] = alone.repeat_interleave(sizes.heads // len(alone), 0)
+    past = (torch.arange(sizes.q_len, device=DEVICE) >= int(bounds[-1]))[:, None]
+    hidden = () if sizes.backend == "reference" else (past, past, past)
+    return Call((q, k, v), run, lambda *t: dense_attention(*t, kept, sizes.scale), (bounds.to(DEVICE),), hidden=hidden)
 
 
 def choose(sizes: Sizes) -> Call:
@@ -667,6 +696,7 @@ ENTRIES: dict[str, Callable[[Sizes], Call]] = {
         selection_by_query,
         selection_masses,
         decode_selection,
+        varlen_selection,
         choose,
         blocks,
         layer,

@@ -10,11 +10,11 @@ import argparse
 import ast
 import csv
 import hashlib
-import multiprocessing
 import os
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,31 +59,15 @@ class Case(NamedTuple):
     page: int = 0
 
 
-class Row(NamedTuple):
-    """registers: per thread. spilled: bytes of stack per thread. products: the instruction. sources: a hash of what is compiled."""
+# Of a row. registers: per thread. spilled: bytes of stack per thread. products: the instruction. sources: a hash of what is
+# compiled.
+KNOWN = ("chip", "kernel", "dtype", "head_dim", "table_block", "variant", "page", "tile_m", "tile_n", "warps", "stages")
+COLUMNS = (*KNOWN, "shared", "registers", "spilled", "products", "triton", "sources")
 
-    chip: str
-    kernel: str
-    dtype: str
-    head_dim: str
-    table_block: str
-    variant: str
-    page: str
-    tile_m: str
-    tile_n: str
-    warps: str
-    stages: str
-    shared: str
-    registers: str
-    spilled: str
-    products: str
-    triton: str
-    sources: str
 
-    @property
-    def key(self) -> tuple[str, ...]:
-        """Everything but the compiler's output: a row with the same key need not be compiled again."""
-        return *self[:11], self.sources
+def key_of(row: dict[str, str]) -> tuple[str, ...]:
+    """Everything but the compiler's output: a row with the same key need not be compiled again."""
+    return *(row[name] for name in KNOWN), row["sources"]
 
 
 REPRESENTATIVES = [Case(kernel, dim=128, block=0) for kernel in configs.KERNELS]
@@ -151,7 +135,7 @@ def _update(digest, node) -> None:
 
 
 def known_fields(case: Case, chip: str) -> list[str]:
-    """The fields of a row that are known before compiling: all before ``shared``."""
+    """``KNOWN`` of a row."""
     config = config_of(case, chip)
     tile = config.tile_m, config.tile_n, config.num_warps, config.num_stages
     return [chip, *map(str, (*case, *tile))]
@@ -164,22 +148,19 @@ def wanted(only: list[Case] | None = None) -> dict[tuple[str, ...], tuple[Case, 
     return {(*known_fields(case, chip), hashes[case.kernel]): (case, chip) for case, chip in jobs}
 
 
-def read() -> list[Row]:
-    if not TABLE.exists():
-        return []
-    with TABLE.open(newline="") as file:
-        return [Row(*line) for line in list(csv.reader(file))[1:]]
+def read() -> list[dict[str, str]]:
+    return list(csv.DictReader(TABLE.read_text().splitlines())) if TABLE.exists() else []
 
 
-def write(rows: list[Row]) -> None:
+def write(rows: list[dict[str, str]]) -> None:
     order = {key: number for number, key in enumerate(wanted())}
     with TABLE.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Row._fields)
-        writer.writerows(sorted(rows, key=lambda row: order[row.key]))
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(rows, key=lambda row: order[key_of(row)]))
 
 
-def compiled(case: Case, chip: str) -> Row:
+def compiled(case: Case, chip: str) -> dict[str, str]:
     """Runs in a separate process, because kernels defined under TRITON_INTERPRET cannot be compiled."""
     import launches
     import triton
@@ -191,10 +172,11 @@ def compiled(case: Case, chip: str) -> Row:
     found = launches.launches_of(lambda: _call(case), chip=CHIPS[chip], by_pointers=major not in (9, 10))
     launch = next(one for one in found if one.name == name)
     result = launch.compiled(GPUTarget("cuda", 10 * major + minor, 32))
-    known, hashed, said = known_fields(case, chip), hash_of(case.kernel), resources(result.asm["cubin"])
+    said = resources(result.asm["cubin"])
     kinds = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "fma.rn.f32")
     products = next((kind for kind in kinds if kind in result.asm["ptx"]), "")
-    return Row(*known, *map(str, (result.metadata.shared, said["reg"], said["stack"])), products, triton.__version__, hashed)
+    outcome = result.metadata.shared, said["reg"], said["stack"], products, triton.__version__, hash_of(case.kernel)
+    return dict(zip(COLUMNS, (*known_fields(case, chip), *map(str, outcome)), strict=True))
 
 
 def _call(case: Case) -> None:
@@ -228,41 +210,28 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     jobs = wanted(REPRESENTATIVES if arguments.representatives else None)
-    rows = [] if arguments.representatives else [row for row in read() if row.key in jobs]
-    known = {row.key for row in rows}
+    rows = [] if arguments.representatives else [row for row in read() if key_of(row) in jobs]
+    known, failed = set(map(key_of, rows)), []
     missing = [job for key, job in jobs.items() if key not in known]
-    failed = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
         os.environ["TRITON_CACHE_DIR"] = folder
-        for job, row in _compiled_together(missing, arguments.workers):
-            print(_words(*job), flush=True)
-            if isinstance(row, Exception):
-                failed.append(f"{_words(*job)}: {type(row).__name__}: {row}".splitlines()[0])
+        running = {pool.submit(compiled, *job): job for job in missing}
+        for done in as_completed(running):
+            case, chip = running[done]
+            name = " ".join([chip, *(str(field) for field in case if field)])
+            print(name, flush=True)
+            if error := done.exception():
+                failed.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
                 continue
-            rows.append(row)
+            rows.append(done.result())
+            if int(rows[-1]["shared"]) > CHIPS[chip].shared:
+                failed.append(f"{name}: {rows[-1]['shared']} bytes of shared memory, {CHIPS[chip].shared} are there")
             if not arguments.representatives:
                 write(rows)
-    if not arguments.representatives:
+    if not arguments.representatives:  # without the rows of what is no more
         write(rows)
-    failed += [
-        f"{_words(Case(*row[1:7]), row.chip)}: {row.shared} bytes of shared memory, {CHIPS[row.chip].shared} are there"
-        for row in rows
-        if int(row.shared) > CHIPS[row.chip].shared
-    ]
-    print(f"{len(missing)} compiled, {len(jobs) - len(missing)} known; {len(failed)} failed or do not fit", *failed, sep="\n")
+    print(f"{len(missing)} compiled, {len(known)} known; {len(failed)} failed or do not fit", *failed, sep="\n")
     return 1 if failed else 0
-
-
-def _words(case: Case, chip: str) -> str:
-    return " ".join([chip, *(str(field) for field in case if field)])
-
-
-def _compiled_together(jobs, workers: int):
-    """(job, Row or Exception) of each, in order of completion."""
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(compiled, *job): job for job in jobs}
-        for done in as_completed(running):
-            yield running[done], done.exception() or done.result()
 
 
 if __name__ == "__main__":

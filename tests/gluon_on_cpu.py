@@ -19,7 +19,7 @@ import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial, reduce
+from functools import cache, reduce
 
 import numpy as np
 import pytest
@@ -136,9 +136,6 @@ class Tensor(NDArrayOperatorsMixin):
 
     def permute(self, *order):
         return Tensor(self.array.transpose(*order))
-
-    def expand_dims(self, axis):
-        return Tensor(np.expand_dims(self.array, axis))
 
     def split(self):
         return Tensor(self.array[..., 0]), Tensor(self.array[..., 1])
@@ -526,37 +523,34 @@ def _unless_dropped(x, word, shift, threshold, otherwise):
     return np.where(word << shift < threshold, otherwise, x)
 
 
-def _folded(low, high, maximum, factor, largest):
-    """Returns weights, maxima, and the sums of each of the four threads that share a row, from scores in pairs of columns. A warp
-    has 16 rows."""
-    rows, pairs = low.shape
-    scores = np.stack([low, high], -1)
+def _folded(scores, maximum, factor, is_too_large, rounded):
+    """(weights, maxima) of scores (rows, pieces, columns of a piece). Where a weight of a warp is too large, its 16 rows get the
+    maxima of their scores."""
 
-    def weights():
-        of_pairs = np.exp2(scores * factor - maximum[..., None]).astype(np.float32)
-        return of_pairs, of_pairs.reshape(rows, pairs // 4, 4, 2).sum((1, 3), dtype=np.float32)
+    def weights(maximum):
+        return np.exp2(scores * factor - maximum[..., None]).astype(np.float32)
 
-    _, sums = weights()
-    again = np.repeat((sums > largest).reshape(-1, 16 * 4).any(1), 16)
-    highest = np.fmax(maximum[:, 0], np.fmax.reduce(scores.reshape(rows, -1), 1) * factor)
-    maximum = np.where(again, highest, maximum[:, 0])[:, None] + np.zeros((rows, pairs), np.float32)
-    of_pairs, sums = weights()
-    return _halves(of_pairs), maximum, np.tile(sums, (1, pairs // 4))
+    again = np.repeat(is_too_large(weights(maximum)).reshape(len(scores) // 16, -1).any(1), 16)
+    highest = np.fmax(maximum[:, 0], rounded(np.fmax.reduce(scores.reshape(len(scores), -1), 1) * factor))
+    maximum = np.where(again, highest, maximum[:, 0])[:, None] + np.zeros(scores.shape[:2], np.float32)
+    return weights(maximum), maximum
+
+
+def _folded_pairs(low, high, maximum, factor):
+    """Returns weights, maxima, and the sums of each of the four threads that share a row."""
+
+    def sums(weights):
+        return weights.reshape(len(low), -1, 4, 2).sum((1, 3), dtype=np.float32)
+
+    weights, maximum = _folded(np.stack([low, high], -1), maximum, factor, lambda weights: sums(weights) > 2**14, lambda x: x)
+    return _halves(weights), maximum, np.tile(sums(weights), (1, low.shape[1] // 4))
 
 
 def _folded_quads(first, second, third, fourth, maximum, factor):
-    """Returns weights and maxima, from scores in quads of columns. A warp has 16 rows."""
-    rows, quads = first.shape
+    """Returns weights in e4m3, and maxima."""
     scores = np.stack([first, second, third, fourth], -1)
-
-    def weights():
-        of_quads = np.exp2(scores * factor - maximum[..., None]).astype(np.float32)
-        return _quads(*np.moveaxis(of_quads, -1, 0))
-
-    again = np.repeat((weights().view(np.uint8) >= 0x7E).reshape(-1, 16 * 4 * quads).any(1), 16)
-    highest = np.fmax(maximum[:, 0], np.ceil(np.fmax.reduce(scores.reshape(rows, -1), 1) * factor) - np.float32(6))
-    maximum = np.where(again, highest, maximum[:, 0])[:, None] + np.zeros((rows, quads), np.float32)
-    return weights(), maximum
+    weights, maximum = _folded(scores, maximum, factor, lambda weights: in_eight_bits(weights) >= 0x7E, lambda x: np.ceil(x) - 6)
+    return _quads(*np.moveaxis(weights, -1, 0)), maximum
 
 
 def _quads(*numbers):
@@ -579,7 +573,7 @@ ASSEMBLY = {
     "fma.rn.f32 $0, x": lambda pairs, low, high: (pairs.view(np.float32) * np.float32(0) - low, -high),
     "e4m3x2": lambda *given: (_folded_quads if len(given) == 6 else _quads)(*given),
     "mov.b32 {a, b}, $1;": lambda copies: np.stack([(copies[..., 0, 0] >> 8 * n).astype(np.int8) for n in range(4)], -1),
-    "shfl.sync.bfly": partial(_folded, largest=np.float32(2**14)),
+    "shfl.sync.bfly": _folded_pairs,
     "bra.uni KEPT": lambda x, factors: x * factors,
     "mov.b32 $0, 0;": lambda x: np.int32(0),
     "cvt.rni.s32.f32": lambda x: np.rint(x).astype(np.int64).clip(-(2**31), 2**31 - 1).astype(np.int32),
@@ -620,14 +614,6 @@ def _of(function):
     return call
 
 
-def _maximum(x, y, propagate_nan=None):
-    return np.maximum(x, y) if propagate_nan is not None else np.fmax(x, y)
-
-
-def _minimum(x, y, propagate_nan=None):
-    return np.minimum(x, y) if propagate_nan is not None else np.fmin(x, y)
-
-
 class Language(types.SimpleNamespace):
     """The functions of ``gl`` and ``tl`` that kernels call. Types and layouts are the real ones."""
 
@@ -635,32 +621,22 @@ class Language(types.SimpleNamespace):
         return (lambda *_, **__: None) if name.endswith("Layout") else getattr(tl, name)
 
 
+OF_NUMPY = ("abs", "ceil", "exp", "exp2", "log2", "max", "min", "sum", "where", "zeros_like")
 LANGUAGE = Language(
+    **{name: _of(getattr(np, name)) for name in OF_NUMPY},
+    sqrt_rn=_of(np.sqrt),
+    maximum=_of(lambda x, y, propagate_nan=None: (np.fmax if propagate_nan is None else np.maximum)(x, y)),
+    minimum=_of(lambda x, y, propagate_nan=None: (np.fmin if propagate_nan is None else np.minimum)(x, y)),
+    dot=_of(lambda left, right: np.matmul(left, right, dtype=np.float32)),
+    join=_of(lambda low, high: np.stack([low, high], -1)),
     arange=lambda start, stop, layout=None: Tensor(np.arange(start, stop, dtype=np.int32)),
     zeros=lambda shape, dtype, layout=None: Tensor(np.zeros(shape, NUMPY[dtype.name])),
     full=lambda shape, value, dtype, layout=None: Tensor(np.full(shape, plain(value), NUMPY[dtype.name])),
     cast=lambda x, dtype: Tensor(plain(x)).to(dtype),
     convert_layout=lambda x, layout: x,
-    join=_of(lambda low, high: np.stack([low, high], -1)),
-    zeros_like=_of(np.zeros_like),
-    reduce=lambda x, axis, combine: reduce(combine, map(Tensor, np.moveaxis(plain(x), axis, 0))),
-    maximum=_of(_maximum),
-    minimum=_of(_minimum),
-    max=_of(lambda x, axis: np.max(x, axis)),
-    min=_of(lambda x, axis: np.min(x, axis)),
-    floor=_of(np.floor),
-    cdiv=lambda number, size: (number + size - 1) // size,
-    sum=_of(lambda x, axis: np.sum(x, axis)),
-    dot=_of(lambda left, right: np.matmul(left, right, dtype=np.float32)),
-    abs=_of(np.abs),
-    ceil=_of(np.ceil),
     permute=lambda x, order: x.permute(*order),
-    sqrt_rn=_of(np.sqrt),
-    exp=_of(np.exp),
-    exp2=_of(np.exp2),
-    log=_of(np.log),
-    log2=_of(np.log2),
-    where=_of(np.where),
+    reduce=lambda x, axis, combine: reduce(combine, map(Tensor, np.moveaxis(plain(x), axis, 0))),
+    cdiv=lambda number, size: (number + size - 1) // size,
     load=load,
     store=store,
     atomic_add=_atomic(np.add),

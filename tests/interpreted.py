@@ -97,27 +97,6 @@ def describe_types_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core.tensor, "__init__", tensor)
 
 
-def compare_types_that_differ(patch: pytest.MonkeyPatch) -> None:
-    from triton.language import core
-    from triton.language.semantic import TritonSemantic
-
-    equal, promote, broadcast = core.dtype.__eq__, TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value
-
-    def broadcast_others(self, lhs, rhs):
-        alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
-        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
-
-    patch.setattr(core.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
-    patch.setattr(TritonSemantic, "computation_type_impl", cache(promote))
-    patch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_others)
-
-
 def hasten(patch: pytest.MonkeyPatch) -> None:
-    for change in (
-        search_once_a_launch,
-        check_overflows_to_read_them,
-        find_dtypes_once,
-        describe_types_once,
-        compare_types_that_differ,
-    ):
+    for change in (search_once_a_launch, check_overflows_to_read_them, find_dtypes_once, describe_types_once):
         change(patch)

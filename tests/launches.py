@@ -70,11 +70,6 @@ class Launch(NamedTuple):
     def of_hopper(self) -> bool:
         return ".hopper" in self.kernel.fn.__module__
 
-    def constant(self, name: str):
-        """Of the kernel, or a field of the record that has its constants."""
-        records = [getattr(record, "of", record) for record in map(self.given.get, ("SHAPE", "C"))]
-        return self.given.get(name, next((getattr(record, name) for record in records if hasattr(record, name)), None))
-
     def code(self, backend) -> tuple:
         """(options, signature, constants, attributes), by which Triton tells codes of a kernel apart."""
         bound, specialization, rest = binder_of(self.kernel, backend)(*self.arguments, **self.given)
@@ -188,12 +183,9 @@ class Shape(NamedTuple):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """q, k, v, out and lse."""
-        queries, keys, of_values = (
-            (self.batch, self.heads, self.q_len),
-            (self.batch, self.kv_heads, self.kv_len),
-            self.dim_v or self.dim,
-        )
-        sizes = (*queries, self.dim), (*keys, self.dim), (*keys, of_values), (*queries, of_values)
+        queries, keys = (self.batch, self.heads, self.q_len), (self.batch, self.kv_heads, self.kv_len)
+        dim_v = self.dim_v or self.dim
+        sizes = (*queries, self.dim), (*keys, self.dim), (*keys, dim_v), (*queries, dim_v)
         return *(torch.zeros(size, dtype=self.dtype) for size in sizes), torch.zeros(queries)
 
 

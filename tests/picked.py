@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from accepted import DEVICE
-from oracle import Call, assert_right, dense_attention
+from oracle import Call, assert_right, dense_attention, kept_pairs
 
 import sparse_flash as sf
 
@@ -42,6 +44,21 @@ def tensors(batch, heads, kv_heads, q_len, kv_len, dim, dtype=torch.float32, v_d
     return [torch.randn(batch, *shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
 
 
+def attention_over_picks(inputs, picks, every: int, block: int, always: str | None = None, table=None, **options) -> Call:
+    """Of q, k and v. always: the spec text of what is kept too. table: its mask, where blocks are of another size than usual."""
+    (_, heads, q_len, _), kv_len = inputs[0].shape, inputs[1].shape[2]
+    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3).repeat_interleave(heads // picks.shape[1], 1)
+    if always is not None:
+        kept |= kept_pairs(sf.parse(f"causal & ({always})"), None, q_len, kv_len)
+    kept = kept.to(DEVICE)
+
+    def run(q, k, v, picks):
+        given = {"every": every, "q_len": q.shape[2], "kv_len": k.shape[2], "own": False, "always": table or always, "check": False}
+        return sf.attention(q, k, v, sf.BlockSelection.from_picks(picks, block, **given), return_lse=True, **options)
+
+    return Call(tuple(inputs), run, lambda *t: dense_attention(*t, kept, options.get("scale")), (picks,))
+
+
 def check_selected(
     backend, heads, kv_heads, pickers, q_len, kv_len, every, block, n, always=None, always_block=32, picks=None, batch=1, **options
 ):  # fmt: skip
@@ -49,16 +66,6 @@ def check_selected(
     *inputs, dout = tensors(batch, heads, kv_heads, q_len, kv_len, options.pop("dim", 16), **options)
     if picks is None:
         picks = drawn_picks((batch, pickers, -(-q_len // every), n), every, block, q_len, kv_len)
-    mask = always and sf.compile_mask(always, q_len, kv_len, always_block, device=DEVICE)
-    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3).repeat_interleave(heads // pickers, 1)
-    if mask:
-        causal = torch.arange(kv_len) <= (torch.arange(q_len) + kv_len - q_len)[:, None]
-        kept = kept | (mask.to_dense().cpu() & causal)
-
-    selection = sf.BlockSelection(picks, q_len, kv_len, block, every, always=mask)
-
-    def run(q, k, v):
-        return sf.attention(q, k, v, selection, return_lse=True, backend=backend)
-
-    kept = kept.to(DEVICE)
-    assert_right(Call(tuple(inputs), run, lambda *t: dense_attention(*t, kept), dout=dout), backend, keeps_order=True)
+    table = always and sf.compile_mask(always, q_len, kv_len, always_block, device=DEVICE)
+    call = attention_over_picks(inputs, picks, every, block, always, table, backend=backend)
+    assert_right(replace(call, dout=dout), backend, keeps_order=True)

@@ -269,8 +269,6 @@ INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "tma": r"cp\.async\.bulk\.tensor",
     "async": r"cp\.async\.cg\.shared\.global",
-    "products": r"\bmul\.(?:wide|hi)\.u32",
-    "converted": r"cvt\.rn\.f16x2\.e4m3x2",
     "wide": r"ld\.global\.v4",
     "wide_stores": r"st\.global\.v4",
 }
@@ -281,9 +279,8 @@ def outcome(launch: Launch) -> dict:
     with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = True
         result = launch.compiled()
-    ptx, sparse, warps = result.asm["ptx"], launch.constant("SPARSE"), result.metadata.num_warps
-    row = {"sparse": sparse, "shared": result.metadata.shared, "warps": warps, "stages": launch.given.get("num_stages")}
-    row |= {"keys": launch.constant("TILE_N"), "copies": launch.constant("TAKES")}
+    ptx = result.asm["ptx"]
+    row = {"shared": result.metadata.shared, "warps": result.metadata.num_warps}
     row |= {name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()}
     types = parameter_types(result.src.signature, parameter_sizes(ptx))
     row["repeatable"] = types is not None and types.count("map") == len(result.metadata.tensordesc_meta or ())

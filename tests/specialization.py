@@ -12,8 +12,9 @@ where they lose a 1.
 
 import json
 import sys
+from collections import defaultdict
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from unittest import mock
 
@@ -50,29 +51,24 @@ class Counted:
         """Does nothing: a launch asks again for what was compiled ahead of it."""
 
     def __getitem__(self, grid):
-        return lambda *arguments, **given: Code(self, arguments, given)
+        return self.make
+
+    def make(self, *arguments, **given):
+        """Code for the arguments of one launch, by a grid. It is launched again with others."""
+        self.compiled += 1
+        made_for = self.specialization(arguments, given)
+
+        def launch(*arguments) -> None:
+            self.again += 1
+            found = self.specialization(arguments, {})
+            self.wrong |= {f"{name}: {made_for[name]}, then {found[name]}" for name in found if found[name] != made_for[name]}
+
+        return defaultdict(lambda: launch)
 
     def specialization(self, arguments, given) -> dict[str, tuple]:
         """(type, specialization on its value) of each argument."""
         binder = launches.binder_of(self.kernel, BACKEND)
         return dict(zip((p.name for p in self.params), binder(*arguments, **given)[1], strict=True))
-
-
-class Code:
-    """Made for the arguments of one launch, and launched again with others."""
-
-    def __init__(self, kernel: Counted, arguments, given):
-        kernel.compiled += 1
-        self.kernel, self.made_for = kernel, kernel.specialization(arguments, given)
-
-    def __getitem__(self, grid):
-        return self.launch
-
-    def launch(self, *arguments):
-        self.kernel.again += 1
-        for name, found in self.kernel.specialization(arguments, {}).items():
-            if found != self.made_for[name]:
-                self.kernel.wrong.add(f"{name}: {self.made_for[name]}, then {found}")
 
 
 @cache
@@ -181,38 +177,36 @@ def count() -> None:
         print(json.dumps({"kernel": name, "compiled": kernel.compiled, "again": kernel.again, "wrong": sorted(kernel.wrong)}))
 
 
-def read(said: dict, one: Launch) -> None:
-    """Has Triton's front end read a kernel."""
-    options, signature, constants, attributes = one.code(BACKEND)
-    of_kernel, code = said.setdefault(one.name, {}), f"{signature} {constants} {attributes}"
-    if code in of_kernel:
-        return
+def calls_of_one_token() -> None:
+    for q_len, kv_len in ((1, 1), (1, 33), (33, 1)):
+        shape = Shape(1, 1, 1, q_len, kv_len, dim=8)  # 16 bytes, which is the unit of strides
+        for mask, names in ((None, ""), (None, VARIANT), (compile_mask("causal", q_len, kv_len, 64), VARIANT)):
+            launches.portable_attention(shape, mask, variant_of(names, heads=1))
+        launches.decoding(shape, kv_lens=torch.ones(1, dtype=torch.int32), causal=True, splits=2)
+        for always in (None, compile_mask("sinks(4)", q_len, kv_len, 32)):
+            launches.selected_attention(shape, 3, 64, always=always, hopper=(False,))
+
+
+def refusal(one: Launch) -> str | None:
+    """What Triton's front end says against a kernel."""
+    options, *code = one.code(BACKEND)
     context = ir.context()
     ir.load_dialects(context)
     BACKEND.load_dialects(context)
-    of_kernel[code] = None
+    beside = BACKEND.get_codegen_implementation(options), BACKEND.get_module_map()
     try:
-        beside = BACKEND.get_codegen_implementation(options), BACKEND.get_module_map()
-        ASTSource(one.kernel, signature, constants, attributes).make_ir(SM90, options, *beside, context)
+        ASTSource(one.kernel, *code).make_ir(SM90, options, *beside, context)
     except Exception as error:
         while error.__cause__:
             error = error.__cause__
-        of_kernel[code] = str(error)
+        return str(error)
+    return None
 
 
 def read_where_lengths_are_1() -> None:
-    said: dict[str, dict[str, str | None]] = {}
-    with launches.replaced(lambda kernel: launches.Taken(kernel, partial(read, said)), by_pointers=True):
-        for q_len, kv_len in ((1, 1), (1, 33), (33, 1)):
-            shape = Shape(1, 1, 1, q_len, kv_len, dim=8)  # 16 bytes, which is the unit of strides
-            calls = list(product(masks_of(1, q_len, kv_len, 64)[:2], ("", VARIANT)))
-            for mask, names in calls if q_len == kv_len else (calls[0], calls[-1]):
-                launches.portable_attention(shape, mask, variant_of(names, heads=1))
-            launches.decoding(shape, kv_lens=torch.ones(1, dtype=torch.int32), causal=True, splits=2)
-            for always in (None, sf.compile_mask("sinks(4)", q_len, kv_len, 32)):
-                launches.selected_attention(shape, 3, 64, always=always, hopper=(False,))
-    for kernel, of_code in said.items():
-        print(json.dumps({"kernel": kernel, "codes": len(of_code), "refused": sorted(filter(None, of_code.values()))}))
+    codes = {(one.name, str(one.code(BACKEND)[1:])): one for one in launches.launches_of(calls_of_one_token, by_pointers=True)}
+    for (name, _), one in codes.items():
+        print(json.dumps({"kernel": name, "refused": refusal(one)}))
 
 
 if __name__ == "__main__":

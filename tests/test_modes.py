@@ -25,10 +25,12 @@ TERMS = (*SIZES.terms, "dropout", "own")
 LACKS = (
     ("compiled fake graph", "block_sparse_call", "it reads lengths and head types on the host"),
     ("fake", "model", "Transformers reads numbers of its attention mask"),
+    ("fake", "varlen_selection", "on a CPU it compares the documents with those of the choice"),
     ("autocast", "decode decode_in_pages decode_in_eight_bits decode_selection", "it takes tensors as they are"),
     (
         "no-q_len no-kv_len",
-        "attention_under_a_table context_parallel selection selection_by_query selection_masses decode_selection blocks topk",
+        "attention_under_a_table context_parallel selection selection_by_query selection_masses decode_selection varlen_selection "
+        "blocks topk",
         "tables and picks are of one token at least",
     ),
     ("no-kv_len", "choose decode_in_pages", "there is nothing to choose or no page"),

@@ -1,8 +1,11 @@
-"""Calls of more than 65,535 batch-heads, which is CUDA's limit for all axes of a grid but the first."""
+"""Grids: calls of more than 65,535 batch-heads, which is CUDA's limit for all axes but the first, and the order of heads."""
+
+from functools import partial
 
 import pytest
 import torch
-from oracle import DEVICE, check
+from calls import ENTRIES, assert_right, name_of, sizes_for, unless_refused
+from oracle import DEVICE, tiles
 from picked import check_selected
 
 import sparse_flash as sf
@@ -11,93 +14,44 @@ from sparse_flash import backends
 if reason := backends.get_backend("triton").why_unavailable():
     pytest.skip(reason, allow_module_level=True)
 
-from sparse_flash.kernels.common import config as grids
+from triton.runtime.interpreter import InterpretedFunction
+
 from sparse_flash.kernels.launch import order
-from sparse_flash.kernels.portable import configs
-from sparse_flash.kernels.selection import pick_blocks
-from sparse_flash.selection.choice import BlockChoice
+from sparse_flash.kernels.selection import division
 
-BATCH, TOKENS, BLOCK = 70_001, 32, 16  # a prime number of batches
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The grids of interpreted launches, in which no program runs."""
-    if DEVICE != "cpu":
-        pytest.skip("the launches themselves are tested on a GPU")
-    from triton.runtime.interpreter import InterpretedFunction
-
-    found = {}
-    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *_, grid, **__: found.update({self.fn.__name__: grid}))
-    return found
-
-
-def attention(mask=None, one_launch_tokens=0):
-    def run(patch, q, k, v):
-        patch.setattr(configs, "ONE_LAUNCH_TOKENS", one_launch_tokens)
-        sf.attention(q, k, v, mask, backend="triton").sum().backward()
-
-    return run
-
-
-def decoding(_, q, k, v):
-    sf.attention_decode(q[:, :, :1].detach(), k.detach(), v.detach(), backend="triton")
-
-
-def selection(every, always=None):
-    def run(_, q, k, v):
-        picks = torch.zeros(BATCH, 1, -(-TOKENS // every), 2, dtype=torch.int32)
-        chosen = sf.BlockSelection.from_picks(picks, BLOCK, every=every, q_len=TOKENS, always=always)
-        sf.attention(q, k, v, chosen, backend="triton").sum().backward()
-
-    return run
-
-
-def choice(kind):
-    def run(_, q, k, v):
-        compression = pick_blocks.Compressed(BLOCK, BLOCK, None) if kind == "softmax" else None
-        keys = k if kind == "max" else k[:, :, :2].float() if kind == "mean" else k[:, :, :2]
-        pick_blocks.pick_blocks(q, keys, kind, BlockChoice(1, 2, 1, BLOCK, TOKENS, TOKENS), compression=compression)
-
-    return run
-
-
-CALLS = {
-    "dense": attention(),
-    "masked": attention("causal"),
-    "backward in one launch": attention("causal", 1 << 40),
-    "decoding": decoding,
-    "selection of queries": selection(1),
-    "selection of groups of queries": selection(BLOCK),
-    "selection beside what is always kept": selection(1, "sinks(4)"),
-    **{f"choice by {kind}": choice(kind) for kind in ("mean", "max", "softmax")},
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_no_launch_has_more_programs_on_the_second_axis_than_cuda_allows(launched, monkeypatch, name):
-    CALLS[name](monkeypatch, *(torch.ones(BATCH, 1, TOKENS, 16, dtype=torch.float16).requires_grad_() for _ in range(3)))
-    assert launched
-    assert {kernel: grid for kernel, grid in launched.items() if max(grid[1:]) > grids.SECOND_AXIS} == {}
+parametrize = pytest.mark.parametrize
+MOST = 6
 
 
 @pytest.fixture
 def few(monkeypatch):
-    """Lowers the limit of the second axis to six programs."""
-    monkeypatch.setattr(order, "SECOND_AXIS", 6)
-    monkeypatch.setattr(grids, "SECOND_AXIS", 6)
+    """Lowers the limit of the second axis. Interpreted launches beyond it fail, as others would."""
+    launched = InterpretedFunction.run
+
+    def launch(kernel, *arguments, grid, **given):
+        assert grid[1] <= MOST, f"{kernel.fn.__name__} on {grid}"
+        return launched(kernel, *arguments, grid=grid, **given)
+
+    monkeypatch.setattr(InterpretedFunction, "run", launch)
+    for module in (order, division):
+        monkeypatch.setattr(module, "SECOND_AXIS", MOST)
     order._least_divisor.cache_clear()
     yield
     order._least_divisor.cache_clear()
 
 
-@pytest.mark.parametrize("one_launch_tokens, mask, batch", [(0, None, 2), (0, "causal", 7), (1 << 20, "local(20)", 7)])
-def test_more_heads_than_the_second_axis_has_are_right(few, monkeypatch, one_launch_tokens, mask, batch):
-    monkeypatch.setattr(configs, "ONE_LAUNCH_TOKENS", one_launch_tokens)
-    check("triton", mask, 20, 25, batch=batch, heads=6, kv_heads=3, dtype=torch.float16, head_dim=16, block_size=mask and 16)
+ROWS = [("attention", False, None), ("attention", False, "causal"), ("attention", True, "local(20)")]
+ROWS += [(entry, False, "causal") for entry in ("decode_in_pages", "decode_selection")]
 
 
-@pytest.mark.parametrize("every", [1, 16])
+@parametrize("entry, short, spec", ROWS)
+def test_more_heads_than_the_second_axis_has_are_right(few, entry, short, spec):
+    sizes = {"batch": 7, "heads": 6, "kv_heads": 3, "q_len": 20, "kv_len": 25}  # a prime number of batches
+    with tiles(short=short):
+        assert_right(ENTRIES[entry](sizes_for("triton", spec=spec, dtype=torch.float16, **sizes)), "triton")
+
+
+@parametrize("every", [1, 16])
 def test_a_selection_with_more_heads_than_the_second_axis_has_is_right(few, every):
     check_selected("triton", 8, 4, 8, 18, 20, every, 16, 2, always="sinks(4)")
 
@@ -106,47 +60,53 @@ def test_a_selection_with_more_heads_than_the_second_axis_has_is_right(few, ever
 SHAPES = [(70_000, 1, 1, 64), (4_096, 32, 8, 128)]
 SAMPLE = [0, 1, 2_047, 2_048, -2, -1]  # of the batch; heads 65,535 and 65,536 of the second shape are in 2,047 and 2,048
 
-needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+
+def attention_over_blocks(q, k, v, every, block_size):
+    return sf.attention(q, k, v, sf.topk_blocks(q, k, 2, every=every, block_size=block_size))
 
 
-def many(shape):
-    """q, k and v."""
+WAYS = [
+    partial(sf.attention, mask=mask, deterministic=told, backend=backend)
+    for backend in ("triton", "hopper")
+    for mask in (None, "causal")
+    for told in (False, True)
+]
+WAYS += [partial(attention_over_blocks, every=every, block_size=block) for every, block in ((1, 16), (16, 16), (1, 64))]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@parametrize("shape", SHAPES, ids=str)
+@parametrize("way", WAYS, ids=lambda way: name_of(way.keywords))
+def test_some_of_many_sequences_get_what_they_get_without_the_others(way, shape):
     batch, heads, kv_heads, tokens = shape
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     shapes = [(batch, n, tokens, 64) for n in (heads, kv_heads, kv_heads)]
-    return [torch.randn(size, dtype=torch.bfloat16, device=DEVICE, generator=generator).requires_grad_() for size in shapes]
+    inputs = [torch.randn(size, dtype=torch.bfloat16, device=DEVICE, generator=generator) for size in shapes]
+
+    def outcome(*inputs):
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        out = way(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, leaves[0].detach())]
+
+    with unless_refused():
+        for mine, alone in zip(outcome(*inputs), outcome(*(t[SAMPLE] for t in inputs)), strict=True):
+            torch.testing.assert_close(mine[SAMPLE], alone, atol=2e-2, rtol=2e-2)
 
 
-def close_to_sdpa(out, q, k, v, causal):
-    """Compares out and the gradients, for an incoming gradient of q's values, with SDPA's in float32, for the sample."""
-    sample = [t.detach()[SAMPLE].float().requires_grad_() for t in (q, k, v)]
-    theirs = torch.nn.functional.scaled_dot_product_attention(*sample, is_causal=causal, enable_gqa=True)
-    torch.testing.assert_close(out[SAMPLE].float(), theirs, atol=2e-2, rtol=2e-2)
-    got = torch.autograd.grad(out, (q, k, v), q.detach())
-    wanted = torch.autograd.grad(theirs, sample, sample[0].detach())
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one[SAMPLE].float(), other, atol=5e-2, rtol=5e-2)
+SCATTERED = "random(0.2)"
 
 
-@needs_gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("mask", [None, "causal"])
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_attention_over_many_heads_is_right(backend, mask, deterministic, shape):
-    if reason := backends.get_backend(backend).why_unavailable():
-        pytest.skip(reason)
-    q, k, v = many(shape)
-    out = sf.attention(q, k, v, mask, deterministic=deterministic, backend=backend)
-    close_to_sdpa(out, q, k, v, mask == "causal")
-
-
-@needs_gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("every, block_size", [(1, 16), (16, 16), (1, 64)])
-def test_selections_of_many_heads_are_right(every, block_size, shape):
-    q, k, v = many(shape)
-    of_all, of_few = (sf.topk_blocks(*both, 1, every=every, block_size=block_size) for both in ((q, k), (q[SAMPLE], k[SAMPLE])))
-    assert torch.equal(of_all.picks[SAMPLE], of_few.picks)
-    every_block = sf.topk_blocks(q, k, shape[3] // block_size, every=every, block_size=block_size)
-    close_to_sdpa(sf.attention(q, k, v, every_block), q, k, v, True)
+@parametrize(
+    "row_bytes, mask, tokens, lines, options, together",
+    [
+        (256, None, 4096, 8, {}, 8),  # the cache holds all
+        (256, SCATTERED, 32768, 8, {}, 1),
+        (256, "causal & documents((0, 15000, 40000, 65536))", 65536, 8, {}, 2),
+        (512, SCATTERED, 16384, 8, {"by_key": True}, 2),
+        (320, SCATTERED, 8192, 16, {}, 2),  # three would fit, and leave one over
+        (256, SCATTERED, 16384, 32, {"group": 8}, 16),  # query heads that share keys come together
+        (256, "causal", 16384, 16, {}, 8),  # rows keep much
+    ],
+)
+def test_as_many_heads_follow_each_other_as_the_cache_holds_and_rows_need(row_bytes, mask, tokens, lines, options, together):
+    assert order.concurrent_heads(row_bytes, tokens, mask and sf.compile_mask(mask, tokens), lines, **options) == together

@@ -3,13 +3,10 @@
 import pytest
 from oracle import DEVICE, tiles
 
-import sparse_flash as sf
 from sparse_flash.backends import hopper
 
 pytest.importorskip("triton.experimental.gluon")
 from gluon_on_cpu import MASKS, assert_right
-
-from sparse_flash.kernels.hopper import division
 
 parametrize = pytest.mark.parametrize
 # (name of a mask, head_dim, heads, key heads, batch)
@@ -32,21 +29,3 @@ def test_gradients_are_right(name, head_dim, heads, kv_heads, batch):
 def test_split_columns_are_summed_by_head():
     with tiles(together=True):
         assert_right("causal | sinks(130)", 512, split=True, kv_heads=1)
-
-
-@parametrize(
-    "spec, tokens, block_size, kv_heads, short",
-    [
-        ("causal & local(1024)", 65_536, 128, 8, True),
-        ("causal & (local(1024) | power_of_two)", 65_536, 128, 8, True),
-        ("causal & (local(1024) | power_of_two)", 65_536, 64, 8, True),
-        ("causal & local(4096)", 65_536, 128, 8, False),  # 33 blocks
-        ("causal", 65_536, 128, 8, False),
-        ("causal & local(1024)", 8_192, 128, 8, False),  # 512 tiles for 132 programs
-        ("causal & local(1024)", 262_144, 128, 1, False),  # a column may be a thirty-second of one head's work
-    ],
-)
-def test_short_columns_of_many_tiles_are_computed_together(spec, tokens, block_size, kv_heads, short):
-    table = sf.compile_mask(spec, tokens, block_size=block_size, progress=False).by_key
-    columns, blocks = table.row_order.shape[1], table.col_idx.numel()
-    assert division.has_short_columns(kv_heads, columns, blocks, block_size, 132) == short

@@ -1,12 +1,20 @@
 """The Hopper kernels, run on a CPU in drawn orders of events: see ``gluon_on_cpu``. On a GPU, other tests run the compiled ones."""
 
+from dataclasses import replace
+
+import chosen
 import fuzz_calls
 import pytest
 import torch
-from calls import OWN, own_in_torch
+from calls import OWN, Sizes, own_in_torch, varlen
+from calls import assert_right as assert_call_right
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from oracle import poisoned_memory, tiles
 
 import sparse_flash as sf
+from sparse_flash.choosers import choose, features
+from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.packed import gather_rows, in_place
 
 pytest.importorskip("triton.experimental.gluon")
@@ -14,6 +22,8 @@ import gluon_on_cpu as emulated
 import triton
 import triton.language as tl
 from gluon_on_cpu import MASKS, assert_right
+
+from sparse_flash.kernels.choosers import hopper_log_sums
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels run on this GPU"),
@@ -47,6 +57,8 @@ def test_scores_that_rise_far_from_key_to_key_are_right(spec, head_dim):
     assert_right(spec, 500, seed=3, head_dim=head_dim, heads=1, kv_heads=1, rise=100.0)
 
 
+UNCOVERED = "shifted(documents((0, 129, 257, 258, 400)), 0, allow_uncovered=True)"
+WINDOW = "causal & local(100)"
 TERMS = ("softcap", "alibi of batch", "frozen bias", "short frozen bias", "own", "kv_lens of nothing", "q_lens", "starts")
 ALL = ("softcap", "alibi", "frozen bias", "own", "lengths")
 UNDER = {
@@ -61,17 +73,13 @@ OF_TERMS = [*(((term,), "causal", 64) for term in (*TERMS, "dropout", "lengths")
 OF_TERMS += [(("lengths",), "dense, ragged", 128), (("lengths",), "blocks of 64", 64), (("lengths",), "bits", 256)]
 OF_TERMS += [(ALL, "whole blocks", 128), (ALL, "blocks of 64", 64), (ALL, "dense, ragged", 192)]
 OF_TERMS += [((*ALL, "dropout"), *under) for under in (("dense, ragged", 64), ("blocks of 256", 64), ("bits", 256))]
+REPEATABLE = [(("lengths",), "bits", 96), (("lengths", "softcap", "alibi", "frozen bias", "dropout"), "causal", 96)]
 
 
-@parametrize("terms, under, head_dim", OF_TERMS)
-def test_each_term_is_as_it_is_defined_whatever_nonexistent_tokens_hold(terms, under, head_dim):
+@parametrize("terms, under, head_dim, deterministic", [*((*row, False) for row in OF_TERMS), *((*row, True) for row in REPEATABLE)])
+def test_each_term_is_as_it_is_defined_whatever_nonexistent_tokens_hold(terms, under, head_dim, deterministic):
     sizes = {"batch": 2, "kv_heads": 1, "head_dim": head_dim, "v_head_dim": 128 if head_dim == 192 else head_dim}
-    assert_right(*UNDER[under], terms=terms, seed=len(terms), **sizes)
-
-
-@parametrize("terms, spec", [(("lengths",), "bits"), (("lengths", "softcap", "alibi", "frozen bias", "dropout"), "causal")])
-def test_terms_are_right_with_repeatable_sums(terms, spec):
-    assert_right(*UNDER[spec], terms=terms, batch=2, kv_heads=1, head_dim=96, deterministic=True)
+    assert_right(*UNDER[under], terms=terms, seed=len(terms), deterministic=deterministic, **sizes)
 
 
 @parametrize(
@@ -82,85 +90,53 @@ def test_splits_of_heavy_rows_and_columns_are_combined(head_dim, v_head_dim, kv_
     assert_right("causal | sinks(130)", 512, split=True, head_dim=head_dim, v_head_dim=v_head_dim, kv_heads=kv_heads, terms=terms)
 
 
-# Tiles of 192 and 64 queries without a table, of 64 with one.
-SUITED = [(None, 700, 40, True), (None, 100, 80, False), ("local(90) | sinks(70)", 100, 40, False)]
-
-
-@parametrize("spec, q_len, head_dim, tall", SUITED)
-def test_calls_are_right_in_tiles_that_suit_their_length(spec, q_len, head_dim, tall):
-    with tiles(short=not tall, tall=tall):
-        assert_right(spec, q_len, 300, seed=5, head_dim=head_dim, kv_heads=1)
-
-
-OF_TALL_ROWS = {
-    "causal": ("causal", 700, 640, {"kv_heads": 1}),
-    "rows of one block": ("causal & documents((0, 33, 40, 200, 385))", 385, 385, {}),
-    "bits": ("causal & (local(70) | strided(7, block=1))", 400, 420, {"head_dim": 40}),
-    "whole blocks": ("butterfly(block=128)", 768, 768, {}),
-    "empty rows": ("prefix(70) & ~causal", 600, 300, {"kv_heads": 1}),
-    "splits": ("causal | sinks(130)", 700, 700, {"kv_heads": 1, "split": True}),
+# Options of ``oracle.tiles``, the call, what differs from usual sizes.
+OF_TILES = {
+    "64 queries": ({"short": True}, None, 100, 300, {"head_dim": 80}),
+    "64 queries under a table": ({"short": True}, "local(90) | sinks(70)", 100, 300, {"head_dim": 40}),
+    "192 queries": ({"tall": True}, None, 700, 300, {"head_dim": 40}),
+    "192, causal": ({"tall": True}, "causal", 700, 640, {}),
+    "192, rows of one block": ({"tall": True}, "causal & documents((0, 33, 40, 200, 385))", 385, 385, {"kv_heads": 2}),
+    "192, bits": ({"tall": True}, "causal & (local(70) | strided(7, block=1))", 400, 420, {"kv_heads": 2, "head_dim": 40}),
+    "192, whole blocks": ({"tall": True}, "butterfly(block=128)", 768, 768, {"kv_heads": 2}),
+    "192, empty rows": ({"tall": True}, "prefix(70) & ~causal", 600, 300, {}),
+    "192, splits": ({"tall": True}, "causal | sinks(130)", 700, 700, {"split": True}),
+    "documents": ({"by_document": True}, "causal & documents((0, 33, 40, 200, 385))", 385, 385, {"terms": ("sinks",)}),
+    "documents, both ways": ({"by_document": True}, UNCOVERED, 500, 500, {"kv_heads": 2, "head_dim": 128}),
+    "documents, window": ({"by_document": True}, f"{WINDOW} & documents((0, 300, 301, 501))", 501, 501, {"deterministic": True}),
+    "documents, whole blocks": ({"by_document": True}, "causal & documents((0, 128, 256, 513))", 513, 513, {"batch": 2}),
 }
 
 
-@parametrize("name", OF_TALL_ROWS)
-def test_tiles_of_192_queries_have_rows_of_their_own(name):
-    spec, q_len, kv_len, changed = OF_TALL_ROWS[name]
-    with tiles(tall=True):
-        assert sf.compile_mask(spec, q_len, kv_len, 128).tall is not None
-        assert_right(spec, q_len, kv_len, seed=len(name), **changed)
-
-
-OF_DOCUMENTS = {
-    "causal": ("causal & documents((0, 33, 40, 200, 385))", 385, {"kv_heads": 1, "terms": ("sinks",)}),
-    "both ways": ("shifted(documents((0, 129, 257, 258, 400)), 0, allow_uncovered=True)", 500, {"head_dim": 128}),
-    "window": ("causal & local(100) & documents((0, 300, 301, 501))", 501, {"kv_heads": 1, "deterministic": True}),
-    "whole blocks": ("causal & documents((0, 128, 256, 513))", 513, {"batch": 2}),
-}
-
-
-@parametrize("name", OF_DOCUMENTS)
-def test_tiles_start_where_documents_start(name):
-    spec, tokens, changed = OF_DOCUMENTS[name]
-    mask = sf.compile_mask(spec, tokens)
-    with tiles(by_document=True):
-        assert_right(spec, tokens, mask=mask, seed=len(name), **changed)
-    assert mask.by_document is not None
-
-
-def results(backend, leaves, dout, attend):
-    """Out, what else attend returns, and the gradients of leaves."""
-    out, *others = attend(*leaves, backend=backend)
-    return [out, *others, *torch.autograd.grad(out, leaves, dout)]
-
-
-def assert_near(ours, theirs):
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine.float() - other.float()).norm() < 2e-3 * other.float().norm()
+@parametrize("name", OF_TILES)
+def test_calls_are_right_in_every_kind_of_tiles(name):
+    kind, spec, q_len, kv_len, changed = OF_TILES[name]
+    with tiles(**kind):
+        if spec is not None and "short" not in kind:
+            (own_table,) = kind
+            assert getattr(sf.compile_mask(spec, q_len, kv_len), own_table) is not None
+        assert_right(spec, q_len, kv_len, seed=len(name), **{"kv_heads": 1} | changed)
 
 
 def test_a_document_of_more_blocks_than_others_have_is_right():
-    mask = sf.compile_mask("causal & local(100) & documents((0, 5, 8001, 8300))", 8300)
-    leaves, dout = torch.randn(3, 1, 1, 8300, 64, dtype=torch.float16), torch.randn(1, 1, 8300, 64, dtype=torch.float16)
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-
-    def attend(q, k, v, backend):
-        return (sf.attention(q, k, v, mask, backend=backend),)
-
-    with emulated.gluon_on_cpu(seed=1), tiles(by_document=True):
-        found = results("hopper", leaves, dout, attend)
+    mask = sf.compile_mask(f"{WINDOW} & documents((0, 5, 8001, 8300))", 8300)
+    leaves, found = [torch.randn(1, 1, 8300, 64, dtype=torch.float16, requires_grad=True) for _ in range(3)], []
+    for backend in ("hopper", "torch"):
+        with emulated.gluon_on_cpu(seed=1), tiles(by_document=True):
+            out = sf.attention(*leaves, mask, backend=backend)
+            found.append([out, *torch.autograd.grad(out, leaves, leaves[0].detach())])
     assert mask.by_document is not None
-    assert_near(found, results("torch", leaves, dout, attend))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours.float() - theirs.float()).norm() < 2e-3 * theirs.float().norm()
 
 
 def test_gradients_of_tiles_that_start_where_documents_start_repeat_in_any_order_of_events():
-    mask = sf.compile_mask("causal & documents((0, 33, 40, 200, 385))", 385)
-    q, k, v, dout = (torch.randn(1, heads, 385, 64, dtype=torch.float16) for heads in (2, 1, 1, 2))
-    found = []
+    mask, found = sf.compile_mask("causal & documents((0, 33, 40, 200, 385))", 385), []
+    leaves = [torch.randn(1, heads, 385, 64, dtype=torch.float16, requires_grad=True) for heads in (2, 1, 1)]
     for seed in range(3):
         with emulated.gluon_on_cpu(seed=seed), tiles(by_document=True):
-            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
             out = sf.attention(*leaves, mask, backend="hopper", deterministic=True)
-            found.append([out, *torch.autograd.grad(out, leaves, dout)])
+            found.append([out, *torch.autograd.grad(out, leaves, leaves[0].detach())])
     assert mask.by_document is not None
     assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, *found[1:]))
 
@@ -168,20 +144,12 @@ def test_gradients_of_tiles_that_start_where_documents_start_repeat_in_any_order
 def test_packed_documents_are_attended_to_in_tiles_that_start_where_they_start(monkeypatch):
     for limit in ("_LEAST_TOKENS", "_LEAST_MEAN", "_LEAST_RUN"):
         monkeypatch.setattr(in_place, limit, 0)
-    bounds, tokens = torch.tensor([0, 33, 40, 201, 385]), 600  # so that whole blocks are of no document
-    leaves = [torch.randn(tokens, heads, 64, dtype=torch.float16, requires_grad=True) for heads in (2, 1, 1)]
-    dout = torch.randn(tokens, 2, 64, dtype=torch.float16)
-
-    def attend(q, k, v, backend):
-        out, lse = sf.attention_varlen(q, k, v, bounds, mask="causal", backend=backend, return_lse=True)
-        assert not out[385:].any()
-        return out, lse[:, :385]
-
-    wanted = results("reference", leaves, dout, attend)
     monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: True)
     monkeypatch.setattr(in_place, "_assemble_on_device", None)  # nothing needs the other table
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 64, "v_head_dim": 64, "dtype": torch.float16, "backend": "hopper"}
+    call = varlen(Sizes(spec="causal", lens=(33, 7, 161, 184), q_len=600, **sizes))  # so that whole blocks are of no document
     with emulated.gluon_on_cpu(seed=1), tiles(by_document=True):
-        assert_near(results("hopper", leaves, dout, attend), wanted)
+        assert_call_right(replace(call, hidden=()), "hopper")  # NaN past the last document may reach others
 
 
 @triton.jit
@@ -197,12 +165,12 @@ def by_place_derivative(score, batch, head, q_pos, k_pos, params):
 @parametrize("mask", ["causal", None])
 def test_a_function_reads_its_tables_at_positions_that_exist(mask):
     in_torch = lambda score, b, h, q, k, params: score + params[0][q] - params[0][k]  # noqa: E731
-    given = {"score_mod": sf.ScoreFunction(in_torch, by_place, by_place_derivative), "score_params": (torch.randn(200),)}
+    options = {"score_mod": sf.ScoreFunction(in_torch, by_place, by_place_derivative), "score_params": (torch.randn(200),)}
     q, k, v = (torch.randn(1, 2, 200, 64, dtype=torch.float16).requires_grad_() for _ in range(3))
     with emulated.gluon_on_cpu():  # it raises for a read outside a tensor
-        out = sf.attention(q, k, v, mask, backend="hopper", **given)
+        out = sf.attention(q, k, v, mask, backend="hopper", **options)
         out.sum().backward()
-    wanted = sf.attention(q.double(), k.double(), v.double(), mask, backend="reference", **given)
+    wanted = sf.attention(q.double(), k.double(), v.double(), mask, backend="reference", **options)
     assert (out.double() - wanted).abs().max() < 4e-3 * wanted.abs().max()
 
 
@@ -228,17 +196,45 @@ def test_drawn_calls_are_right_in_drawn_orders_of_events(seed):
     assert wrong is None, f"{call}: {wrong}"
 
 
-def test_wide_tiles_of_two_steps_fit_into_shared_memory():
-    from sparse_flash.kernels.hopper.configs import wide_forward_config
+def scores(chooser, q, k, causal, lengths, by_kernel):
+    """lengths: starts, ends and q_ends of ``features_of``, lists or None."""
+    lengths = (None if one is None else torch.tensor(one) for one in lengths)
+    content = features.Content(q, k, BlockGrid(q.shape[2], k.shape[2], chooser.block_size), causal, 0.1, None, *lengths)
+    with torch.no_grad():
+        return torch.cat([part for *_, part in choose._iter_scores(chooser, content, by_kernel)], 2)
 
-    for dim, dim_v in [(dim, dim_v) for dim in (64, 128, 192, 256) for dim_v in (64, 128, 256)]:
-        asked = [(size, count, plain) for size in (None, 64, 128) for count in (132, 1000) for plain in (True, False)]
-        for config in {wide_forward_config(dim, dim_v, size, count, 132, plain) for size, count, plain in asked}:
-            taken = 2 * (config.queries * dim + config.stages * config.keys * (dim + dim_v))
-            assert config.stages >= 2 and config.programs * (taken + 1024) <= 228 * 1024, config
-            # Sums of dim_v columns, scores, and the weights that wait in 16 bits.
-            registers = 240 if config.queries == 128 else 65536 // (256 * config.programs)
-            assert dim_v // 2 + config.keys // 2 + config.keys // 4 <= registers - 16, config
+
+EXISTING = st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2)
+
+
+@settings(max_examples=12)
+@given(
+    chooser=chosen.drawn(chosen.COMPARING),
+    lengths=st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n)),
+    heads=st.sampled_from([(1, 1), (2, 1)]),
+    causal=st.booleans(),
+    starts=EXISTING,
+    ends=EXISTING,
+    q_ends=EXISTING,
+    head_dim=st.sampled_from([64, 128]),
+    seed=st.integers(0, 999),
+)
+# Rows that precede all existing columns by more than a step read none, and end.
+@example(sf.parse("sampled(64, keep=1, block=64)"), (500, 500), (1, 1), True, [0, 499], None, None, 64, 0)
+@example(sf.parse("antidiagonal(8, keep=1, block=64)"), (300, 300), (2, 1), True, None, None, None, 128, 0)
+@example(sf.parse("sampled(64, keep=1, block=64)"), (500, 500), (1, 1), False, None, [0, 3], [3, 0], 64, 0)
+def test_hoppers_log_sums_are_right_in_a_drawn_order_of_events(
+    chooser, lengths, heads, causal, starts, ends, q_ends, head_dim, seed
+):
+    options = {"batch": 2, "heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "dtype": torch.float16, "seed": seed}
+    q, k = chosen.tensors(*lengths, **options)
+    starts = starts and [min(start, lengths[1] - 1) for start in starts]
+    existing = starts, ends, q_ends
+    wanted = scores(chooser, q, k, causal, existing, False)
+    with emulated.gluon_on_cpu(seed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_log_sums, "supports", lambda rows, per_kv_block: per_kv_block >= 4)  # head_dim 64 too
+        found = scores(chooser, q, k, causal, existing, True)
+    torch.testing.assert_close(found, wanted, rtol=3e-3, atol=1e-5)
 
 
 def attend():

@@ -185,6 +185,18 @@ def test_what_is_always_kept_comes_on_top_to_the_token():
     assert torch.equal(more.to_dense(), plain.to_dense() | always)
 
 
+def assert_kernel_agrees(choose, *small: str) -> None:
+    """The kernel picks what PyTorch's operations pick. small: kinds of scores, taken in tiles of 16 groups and blocks."""
+    from sparse_flash.kernels.common.config import Config
+    from sparse_flash.kernels.selection import pick_blocks
+
+    with mock.patch.object(choice, "kernel_chooses", lambda *_: False):
+        wanted = choose()
+    configs = pick_blocks._CONFIGS | dict.fromkeys(small, Config(16, 16, 1, 1))
+    with mock.patch.object(choice, "kernel_chooses", lambda *_: True), mock.patch.object(pick_blocks, "_CONFIGS", configs):
+        assert torch.equal(choose(), wanted)
+
+
 # every, q_len, kv_len, keep, heads, tokens of documents, of which each begins at a block of its own
 OF_KEYS = [
     (1, 50, 50, 3, (2, 2), None),
@@ -199,26 +211,19 @@ OF_KEYS = [
 @parametrize("kind", ["mean", "max", "given"])
 @parametrize("every, q_len, kv_len, keep, heads, documents", OF_KEYS)
 def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, heads, documents, poison):
-    from sparse_flash.kernels.common.config import Config
-    from sparse_flash.kernels.selection.pick_blocks import pick_blocks
-
     batch, bounds = 2 if every > 1 else 1, None
     if documents:  # the first block of each query's document, and its own
         first = torch.arange(len(documents)).mul(2).repeat_interleave(torch.tensor(documents))
         own = first + torch.cat([torch.arange(tokens) for tokens in documents]) // 16
         bounds = torch.stack([first, own], 1).int().to(DEVICE)
-    q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
-    sizes, config = (keep, every, 16, q_len, kv_len), Config(16, 16, 1, 1)
     if kind == "given":
         scores = whole_numbers(batch, 2, -(-q_len // every), -(-kv_len // 16))
         scores[0, 0, :, 0], scores[0, 1, :, 0] = float("-inf"), float("nan")
-        wanted = choice.choose_by_scores(scores, keep, every, 16, q_len, kv_len, bounds)
-        assert torch.equal(pick_blocks(scores, None, kind, choice.BlockChoice(2, *sizes, bounds), config), wanted)
+        assert_kernel_agrees(lambda: choice.choose_by_scores(scores, keep, every, 16, q_len, kv_len, bounds), kind)
         return
-    keys = choice.block_means(k[:, :, : kv_len // 16 * 16], 16) if kind == "mean" else k
+    q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
     for share_group in (False, True):
-        wanted = choice.choose_by_keys(q, k, keep, every, 16, share_group, kind, bounds)
-        assert torch.equal(pick_blocks(q, keys, kind, choice.BlockChoice(wanted.shape[1], *sizes, bounds), config), wanted)
+        assert_kernel_agrees(lambda shared=share_group: choice.choose_by_keys(q, k, keep, every, 16, shared, kind, bounds), kind)
 
 
 OF_COMPRESSED = [(1, 35, 130, 3, (4, 2)), (3, 60, 100, 1, (2, 1)), (1, 45, 40, 4, (3, 1))]  # every, q_len, kv_len, keep, heads
@@ -229,22 +234,14 @@ OF_COMPRESSED = [(1, 35, 130, 3, (4, 2)), (3, 60, 100, 1, (2, 1)), (1, 45, 40, 4
     "case, sizes", [*((0, sizes) for sizes in COMPRESSIONS), (1, (48, 16, 32)), (1, (8, 4, 16)), (2, (8, 4, 16)), (2, (32, 16, 64))]
 )
 def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(case, sizes, poison):
-    from sparse_flash.kernels.common.config import Config
-    from sparse_flash.kernels.selection.pick_blocks import Compressed, pick_blocks
-
     (length, stride, block), (every, q_len, kv_len, keep, heads) = sizes, OF_COMPRESSED[case]
     generator = torch.Generator().manual_seed(length + q_len)
     q = tensor((2, heads[0], q_len, 24), generator=generator)
     keys = tensor((2, heads[1], compressed_count(kv_len, length, stride), 24), generator=generator)
     lse = torch.randn(2, heads[0], -(-q_len // every), generator=generator).to(DEVICE)
-    for share_group, known in ((False, None), (True, None), (True, lse)):
-        wanted = choice.choose_by_compressed(q.cpu(), keys.cpu(), keep, every, block, share_group, kv_len, length, stride,
-                                             None if known is None else known.cpu())  # fmt: skip
-        compression = Compressed(length, stride, known)
-        asked = choice.BlockChoice(wanted.shape[1], keep, every, block, q_len, kv_len)
-        for config in (Config(16, 16, 1, 1), None) if share_group and known is None else (None,):
-            found = pick_blocks(q, keys, "softmax", asked, config, compression)
-            assert torch.equal(found.cpu(), wanted)
+    for share_group, known, small in ((False, None, ()), (True, None, ("softmax",)), (True, lse, ())):
+        call = q, keys, keep, every, block, share_group, kv_len, length, stride, known
+        assert_kernel_agrees(lambda call=call: choice.choose_by_compressed(*call), *small)
 
 
 def by_keys(q, k):
