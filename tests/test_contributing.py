@@ -122,20 +122,3 @@ def test_a_kernel_config_added_by_its_recipe_is_compiled_and_written_down(tmp_pa
     half = [row for row in rows if row["dtype"] == "bf16"]
     assert [(row["tile_m"], row["tile_n"], row["stages"]) for row in half] == [("32", "32", "2")]
     run_in(tmp_path, *PYTEST, "tests/kernels/test_chips.py", "-k", "table or tables")
-
-
-def test_every_line_of_the_quick_sample_names_a_test():
-    for line in (ROOT / "tests" / "quick.txt").read_text().splitlines():
-        path, _, test = line.partition("::")
-        assert f"def {test.partition('[')[0]}" in (ROOT / path).read_text(), line
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_every_target_that_the_makefile_names_runs_something():
-    text = (ROOT / "Makefile").read_text()
-    targets = re.search(r"^\.PHONY: (.*)$", text, re.M)[1].split()
-    assert set(re.findall(r"\bmake ([a-z]+)", text.partition("\n\n")[0])) <= set(targets)
-    make = ["make", "-C", str(ROOT), "OLDEST_PYTHON=python3", "NEWEST_PYTHON=python3", "-n"]  # named, or each call looks for both
-    for target in targets:
-        said = subprocess.run([*make, target], capture_output=True, text=True, check=True).stdout
-        assert "Nothing to be done" not in said, target
