@@ -9,7 +9,6 @@ import json
 import pickle
 import re
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
@@ -94,21 +93,6 @@ def test_results_and_gradients_are_the_same(other, backend, spec, tokens):
         out, lse = package.attention(q, k, v, spec, return_lse=True, backend=backend)
         found.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     assert all(map(torch.equal, *found))
-
-
-def test_a_pattern_registered_with_one_is_unknown_to_the_other(other, monkeypatch):
-    registry = import_module("sparse_flash.masks.registry")
-    monkeypatch.setattr(registry, "_registry", dict(registry._registry))  # forgets it after the test
-
-    @sf.register_pattern("elsewhere_third")
-    @dataclass(frozen=True)
-    class EveryThird(sf.Pattern):
-        def token_rule(self, q, kv):
-            return (q - kv) % 3 == 0
-
-    assert sf.parse("elsewhere_third & causal") == EveryThird() & sf.causal()
-    with pytest.raises(ValueError, match="unknown pattern 'elsewhere_third'"):
-        other.parse("elsewhere_third & causal")
 
 
 def test_a_mask_or_a_pattern_of_the_other_is_refused_with_the_way_out(other):

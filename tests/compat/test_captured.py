@@ -133,24 +133,17 @@ def test_two_callable_objects_of_one_class_are_followed_each():
         assert before != state_of(rule)
 
 
-class LearnedTable(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.ones(2))
-        self.rates = torch.zeros(2)
-
-    def forward(self, head):
-        return self.table[head]
-
+class LearnedTable(torch.nn.Embedding):
     def rate(self, head):
         return self.rates[head]
 
 
 def test_learned_tensors_are_found_where_the_function_may_read_them_and_nowhere_else():
-    module = LearnedTable()
-    holder = Holder(module.table)
+    module = LearnedTable(2, 1)
+    module.rates = torch.zeros(2)
+    holder = Holder(module.weight)
     readers = (
-        ("self.table", lambda score, head: score + module(head)),
+        ("self.weight", lambda score, head: score + module(head)),
         ("self._data", lambda score, head: score + holder.rule(head, head)),
         ("self._data", lambda score, head: score + holder.data[head]),
         (None, lambda score, head: score + module.rates[head] + module.rate(head)),

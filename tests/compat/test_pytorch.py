@@ -8,11 +8,6 @@ import torch
 from sparse_flash.compat import pytorch
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-
-
 def test_a_name_that_a_release_lacks_is_told_with_the_release():
     with pytest.raises(ImportError, match=re.escape(f"PyTorch {torch.__version__} has no _C.no_such_name, which sparse")):
         pytorch.import_private("_C.no_such_name")
@@ -32,18 +27,3 @@ def test_function_transforms_are_seen_and_functionalize_is_none_that_differentia
     torch.vmap(look)(torch.ones(2, 2))
     torch.func.functionalize(look)(torch.ones(2))
     assert seen == [(False, False), (True, True), (True, True), (True, False)]
-
-
-def test_a_condition_that_is_false_fails_where_it_is_known_and_compiled_code_keeps_it():
-    pytorch.assert_in_graph(torch.tensor(True), "fine")
-    with pytest.raises(RuntimeError, match="not so"):
-        pytorch.assert_in_graph(torch.tensor(False), "not so")
-
-    def positive(x):
-        pytorch.assert_in_graph((x > 0).all(), "not positive")
-        return x + 1
-
-    compiled = torch.compile(positive, backend="aot_eager", fullgraph=True)
-    assert compiled(torch.ones(2)).tolist() == [2, 2]
-    with pytest.raises(RuntimeError, match="not positive"):
-        compiled(-torch.ones(2))

@@ -6,6 +6,7 @@ from itertools import count
 
 import torch
 from accepted import DEVICE
+from calls import bounds_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import Call, assert_right, dense_attention
@@ -37,10 +38,6 @@ def kept_pairs(kind, first, last, causal, exact, own_map, q_len, kv_len):
     return seen & ((j // BLOCK < first) | ((j // BLOCK >= stop - last) & (j // BLOCK < stop)))
 
 
-def starts_of(lengths):
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
 lengths = st.integers(1, 300) | st.sampled_from([0, 1, 127, 128, 129, 256, 257])
 pairs = st.tuples(lengths, lengths) | lengths.map(lambda n: (n, n))
 
@@ -64,15 +61,19 @@ def calls(draw):
     }
 
 
-MIXED = {"documents": [(257, 384)] * 2, "types": [1, -1, 0, 1], "kv_heads": 2, "share": 0.6, "past": 0, "on_host": False, "seed": 0}
+MIXED = {"documents": [(257, 384)] * 2, "types": [1, -1, 0, 1], "info": [1, 1] * HEADS, "kv_heads": 2, "causal": True}
+MIXED |= {"exact": False, "share": 0.6, "past": 0, "on_host": False, "seed": 0}
+STREAMING = MIXED | {"types": [-1, -1, 0, -1]}
 
 
 @settings(max_examples=25)
 @given(calls())
-@example(MIXED | {"info": [1, 1] * HEADS, "causal": True, "exact": False})
-@example(MIXED | {"info": [1, 1] * HEADS, "causal": False, "exact": False})
-@example(MIXED | {"types": [-1, -1, 0, -1], "info": [3, 140] * HEADS, "causal": True, "exact": True})
-@example(MIXED | {"types": [1, 2, -1, 1], "info": [1, 1] * HEADS, "causal": True, "exact": False})  # two heads share a map
+@example(MIXED)
+@example(MIXED | {"causal": False})
+@example(MIXED | {"types": [1, 2, -1, 1]})  # two heads share a map
+@example(STREAMING | {"info": [3, 140] * HEADS, "exact": True})
+# A whole block of queries from position 255 on would end in the third block of keys.
+@example(STREAMING | {"documents": [(1, 256)], "info": [0, 1] * HEADS})
 def test_each_head_of_each_document_is_the_definition(call):
     torch.manual_seed(call["seed"])
     types, info = call["types"], call["info"]
@@ -82,17 +83,25 @@ def test_each_head_of_each_document_is_the_definition(call):
     kept = []
     for head, kind in enumerate(types):
         own_maps = maps[:, next(number) if kind == 1 else kind - 1] if kind > 0 else maps
-        rest = *info[2 * head : 2 * head + 2], call["causal"], call["exact"]
-        documents = zip(own_maps, call["documents"], strict=True)
-        kept.append(torch.block_diag(*(kept_pairs(kind, *rest, own_map, *lens) for own_map, lens in documents)).bool())
+        counts = info[2 * head : 2 * head + 2]
+        of_documents = [
+            kept_pairs(kind, *counts, call["causal"], call["exact"], own_map, *lens)
+            for own_map, lens in zip(own_maps, call["documents"], strict=True)
+        ]
+        kept.append(torch.block_diag(*of_documents).bool())
     kept = torch.nn.functional.pad(torch.stack(kept), (0, 0, 0, call["past"])).to(DEVICE)
-    of_host = [starts_of(q_lens), starts_of(kv_lens), *(torch.tensor(numbers, dtype=torch.int32) for numbers in (types, info))]
-    documents = [*(t if call["on_host"] else t.to(DEVICE) for t in of_host), maps.to(DEVICE) if maps.shape[1] else None, *longest]
-    options = 0.0, False, None, call["causal"], call["exact"], True
+    of_host = [bounds_of(q_lens), bounds_of(kv_lens), *(torch.tensor(numbers, dtype=torch.int32) for numbers in (types, info))]
+    documents = [t if call["on_host"] else t.to(DEVICE) for t in of_host]
+    if call["exact"]:
+        attend, rest = bsa.token_streaming_attn_func, (*longest, False, None, True)
+    elif 1 not in types:
+        attend, rest = bsa.block_streaming_attn_func, (*longest, 0.0, False, None, call["causal"], True)
+    else:
+        attend, rest = bsa.block_sparse_attn_func, (maps.to(DEVICE), *longest, 0.0, False, None, call["causal"], False, True)
 
     def run(q, k, v):
         packed = (t[0].transpose(0, 1) for t in (q, k, v))
-        out, lse, none = bsa.block_sparse_attn_func(*packed, *documents, *options)
+        out, lse, none = attend(*packed, *documents, *rest)
         assert none is None and all(of_one[:, n:].isneginf().all() for of_one, n in zip(lse, q_lens, strict=True))
         past = lse.new_full((HEADS, call["past"]), float("-inf"))
         lse = torch.cat([*(of_one[:, :n] for of_one, n in zip(lse, q_lens, strict=True)), past], 1)
@@ -103,33 +112,9 @@ def test_each_head_of_each_document_is_the_definition(call):
     assert_right(Call(inputs, run, lambda *t: dense_attention(*t, kept)), "auto")
 
 
-def kept_by(function, q_len, kv_len, info, *options):
-    """The keys that each query keeps in a call with one streaming head, which its weights show: all scores are 0, and v is the
-    identity."""
-    q, k = torch.zeros(q_len, 1, DIM), torch.zeros(kv_len, 1, DIM)
-    ends = [starts_of([n]) for n in (q_len, kv_len)]
-    numbers = [torch.tensor(n, dtype=torch.int32) for n in ([-1], info)]
-    weights = function(q, k, torch.eye(kv_len)[:, None], *ends, *numbers, q_len, kv_len, *options, backend="reference")
-    return [row.nonzero().flatten().tolist() for row in weights[:, 0]]
-
-
-def test_token_streaming_counts_the_querys_own_key_and_the_first_keys():
-    kept = kept_by(bsa.token_streaming_attn_func, 8, 10, [2, 3])
-    assert kept[0] == [0, 1, 2] and kept[-3:] == [[0, 1, 5, 6, 7], [0, 1, 6, 7, 8], [0, 1, 7, 8, 9]]
-
-
-def test_local_blocks_end_with_that_of_the_query_or_without_causal_with_the_last():
-    kept = kept_by(bsa.block_streaming_attn_func, 640, 640, [1, 2], 0.0)
-    assert kept[600] == [*range(128), *range(384, 601)]
-    kept = kept_by(bsa.block_streaming_attn_func, 640, 600, [1, 2], 0.0, False, None, False)
-    assert kept[0] == kept[600] == [*range(128), *range(384, 600)]
-    # A whole block of queries from position 255 on would end in the third block of keys.
-    assert kept_by(bsa.block_streaming_attn_func, 1, 256, [0, 1], 0.0) == [[]]
-
-
 def test_dropout_scale_and_the_back_end_reach_attention():
     q, k, v = torch.randn(3, 200, 2, DIM)
-    documents = starts_of([200]), starts_of([200]), torch.zeros(2, dtype=torch.int32), None, None, 200, 200
+    documents = bounds_of([200]), bounds_of([200]), torch.zeros(2, dtype=torch.int32), None, None, 200, 200
     torch.manual_seed(1)
     options = {"softmax_scale": 0.2, "is_causal": True, "backend": "reference"}
     out = bsa.block_sparse_attn_func(q, k, v, *documents, 0.3, **options)

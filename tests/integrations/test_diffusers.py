@@ -16,7 +16,6 @@ diffusers = pytest.importorskip("diffusers", minversion="0.42", reason="not inst
 
 from diffusers import hooks  # noqa: E402
 
-from sparse_flash.integrations import diffusers as integration  # noqa: E402
 from sparse_flash.integrations.diffusers import layout_of, restore, use_sparse_flash  # noqa: E402
 
 CELLS, TEXT = (3, 5, 7), 7
@@ -34,6 +33,7 @@ def drawn(*shape):
 WAN = diffusers.WanTransformer3DModel, {"text_dim": 8, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
 HUNYUAN = {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 8, "pooled_projection_dim": 8}
 HUNYUAN |= {"rope_axes_dim": (4, 6, 6), "guidance_embeds": False}
+HUNYUAN_VIDEO = diffusers.HunyuanVideoTransformer3DModel
 OF_HUNYUAN = {"encoder_attention_mask": TEXT_EXISTS.long(), "pooled_projections": drawn(2, 8)}
 LTX = diffusers.LTXVideoTransformer3DModel, {"cross_attention_dim": 32, "num_layers": 2, "caption_channels": 8}
 OF_LTX = {"hidden_states": drawn(2, TOKENS, 4), "encoder_attention_mask": TEXT_EXISTS.long()}
@@ -45,17 +45,13 @@ OF_COGVIDEOX = {"hidden_states": drawn(2, 3, 4, 10, 14), "image_rotary_emb": (dr
 TIME_OF_EACH_TOKEN = {"timestep": torch.linspace(0, 1000, 2 * TOKENS).view(2, -1)}
 MODELS = {
     "wan": (*WAN, {}),
-    "hunyuan": (diffusers.HunyuanVideoTransformer3DModel, HUNYUAN, OF_HUNYUAN),
+    "hunyuan": (HUNYUAN_VIDEO, HUNYUAN, OF_HUNYUAN),
     "ltx": (*LTX, OF_LTX),
     "mochi": (diffusers.MochiTransformer3DModel, MOCHI, {"encoder_attention_mask": TEXT_EXISTS}),
     "cogvideox": (diffusers.CogVideoXTransformer3DModel, COGVIDEOX, OF_COGVIDEOX),
     "wan, a time of each token": (*WAN, TIME_OF_EACH_TOKEN),
     "ltx, a time of each token": (*LTX, OF_LTX | TIME_OF_EACH_TOKEN),
-    "hunyuan, token_replace": (
-        diffusers.HunyuanVideoTransformer3DModel,
-        HUNYUAN | {"image_condition_type": "token_replace"},
-        OF_HUNYUAN,
-    ),
+    "hunyuan, token_replace": (HUNYUAN_VIDEO, HUNYUAN | {"image_condition_type": "token_replace"}, OF_HUNYUAN),
 }
 KINDS = [name for name in MODELS if "," not in name]
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -277,17 +273,6 @@ def test_another_attention_back_end_runs_the_dense_steps():
     close(run(model, inputs, **first), own)
     close(run(model, inputs), want)
     assert restore(model).blocks[0].attn1.processor._attention_backend.value == "_native_math"
-
-
-@pytest.mark.parametrize("tile, block", [(TILE, 64), ((2, 4, 8), 64), ((2, 8, 8), 128), ((4, 8, 8), 256)], ids=str)
-def test_a_block_of_a_table_is_a_tile_and_at_least_64_tokens(monkeypatch, tile, block):
-    model, inputs = made("wan")
-    own, sizes, attention = run(model, inputs), [], integration.attention
-    monkeypatch.setattr(
-        integration, "attention", lambda *args, **given: sizes.append(args[3].block_size) or attention(*args, **given)
-    )
-    close(run(use_sparse_flash(model, "layout", tile), inputs), own)
-    assert sizes == [block] * 2
 
 
 TIMES = (900, 800, 700, 600, 500, 400)

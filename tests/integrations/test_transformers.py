@@ -180,18 +180,15 @@ def test_positions_count_from_each_sequences_first_token_in_each_head_and_in_com
         exist[row, place] = 1
     positions = (exist.cumsum(1) - 1).clamp(min=0)
     alone = [model(x[row : row + 1, place]).logits[0] for row, place in enumerate(places)]
-    for call in (model, torch.compile(model, backend="eager", fullgraph=True)):
-        together = call(x, attention_mask=exist, position_ids=positions, use_cache=False).logits
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    # A prompt at once or in two calls, the second of more queries than attention_decode takes.
+    for call, first in ((model, 90), (compiled, 90), (model, 15), (model, 50)):
+        found, cache = [], transformers.DynamicCache() if first < 90 else None
+        for part in (slice(0, first), slice(first, 90))[: 1 + (first < 90)]:
+            given = {"position_ids": positions[:, part], "past_key_values": cache, "use_cache": cache is not None}
+            found.append(call(x[:, part], attention_mask=exist[:, : part.stop], **given).logits)
         for row, place in enumerate(places):
-            close(together[row, place], alone[row])
-    # A prompt in two calls, the second of more queries than attention_decode takes.
-    for first in (15, 50):
-        cache = model(x[:, :first], attention_mask=exist[:, :first], position_ids=positions[:, :first]).past_key_values
-        rest = {"position_ids": positions[:, first:], "past_key_values": cache}
-        together = model(x[:, first:], attention_mask=exist, **rest).logits
-        for row, place in enumerate(places):
-            later = slice(max(place.start, first), place.stop)
-            close(together[row, later.start - first : later.stop - first], alone[row][later.start - place.start :])
+            close(torch.cat(found, 1)[row, place], alone[row])
 
 
 # Compiled models.
@@ -235,7 +232,7 @@ def test_a_compiled_model_trains_on_any_length_in_one_graph(name, checkpointing,
 def test_a_compiled_model_fails_where_it_would_have_to_look_at_values():
     torch._dynamo.reset()
     model = use_sparse_flash(decoder_of("mistral", **WINDOW, num_hidden_layers=1), PATTERN)
-    compiled, x = torch.compile(model, fullgraph=True, backend="eager"), words(tokens=60)
+    compiled, x = torch.compile(model, fullgraph=True, backend="aot_eager"), words(tokens=60)
     exist = padded(x, "left")
     restarting = {"position_ids": torch.arange(60)[None].remainder(25)}
     cached = {"past_key_values": transformers.DynamicCache(config=model.config), "use_cache": True}
