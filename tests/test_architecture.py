@@ -167,11 +167,8 @@ def test_what_windows_lacks_is_imported_only_where_its_absence_is_caught():
     importing = [name for name in IMPORTS if IMPORTS[name] & LACKING_ON_WINDOWS]
     assert importing
     for name in importing:
-        caught = set()
-        for node in statements(TREES[name], typed=True):
-            handled = node.handlers if isinstance(node, ast.Try) else node.items if isinstance(node, ast.With) else ()
-            if any("ImportError" in ast.unparse(one) for one in handled):
-                caught.update(node.body)
+        catching = [node for node in ast.walk(TREES[name]) if isinstance(node, (ast.Try, ast.With))]
+        caught = [node for one in catching if "ImportError" in ast.unparse(one) for node in one.body]
         for node in statements(TREES[name], typed=True):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None)]
             assert node in caught or LACKING_ON_WINDOWS.isdisjoint(names), f"{name}, line {node.lineno}"

@@ -6,7 +6,6 @@ import inspect
 import math
 import re
 import runpy
-import shlex
 import sys
 import types
 from pathlib import Path
@@ -100,7 +99,11 @@ def test_a_pattern_added_by_its_recipe_has_20_lines_and_passes_the_tests_of_patt
 
 
 def codes(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    """Blocks of Python. A page has no others: commands are indented."""
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert text.count("```") == 2 * len(blocks) > 0, page
+    return blocks
 
 
 README = codes("README.md")
@@ -177,12 +180,6 @@ def test_every_code_of_a_page_runs_as_it_stands(page, run, monkeypatch, tmp_path
     run(page)
 
 
-@pytest.mark.parametrize("page", ["README.md", *PAGES])
-def test_every_line_of_python_in_a_page_is_in_a_block_that_is_run(page):
-    text = (ROOT / page).read_text()
-    assert text.count("```") == 2 * len(codes(page)) > 0
-
-
 MIGRATIONS = ["docs/guides/from-flex-attention.md", "docs/guides/from-flash-attn.md"]
 
 
@@ -216,14 +213,6 @@ def test_a_hugging_face_model_learns_to_copy_under_its_masks_and_generates_so():
     pytest.importorskip("transformers")
     loss, right = load("huggingface").main(steps=70)
     assert loss < 0.8 * math.log(49) and right > 0.9
-
-
-def test_the_commands_of_the_pretrained_example_are_read():
-    pytest.importorskip("transformers")
-    example = load("pretrained")
-    commands = [line for line in example.__doc__.splitlines() if "examples/pretrained.py" in line]
-    first, second = (example.parse(shlex.split(line)[2:]) for line in commands)
-    assert first.window == 512 and second.gguf == "model.gguf" and second.masks == ["causal & (local(256) | sinks(64))"]
 
 
 def test_a_pretrained_model_is_measured_by_its_loss_on_text_and_by_what_it_recalls(capsys):

@@ -142,7 +142,6 @@ def test_a_mask_of_ours_goes_with_every_call():
     kept = kept_by(40, 40, True, (-1, -1)) & ((torch.arange(40)[:, None] - torch.arange(40)) % 3 == 0)
     right = dense_attention(*(t.transpose(1, 2) for t in (q, k, v)), kept)[0].transpose(1, 2)
     comb = sf.from_mask_fn(lambda q, kv: (q - kv) % 3 == 0)
-    assert_alike(fa.flash_attn_func(q, k, v, causal=True, mask=comb), right)
     assert_alike(fa.flash_attn_varlen_func(q[0], k[0], v[0], *ends, causal=True, mask=comb), right[0])
     plain = fa.flash_attn_func(q, k, v, causal=True, window_size=(20, 0), mask=text)
     assert_alike(fa.flash_attn_func(q, k, v, mask=sf.compile_mask(f"window(20, 0) & {text}", 40)), plain)

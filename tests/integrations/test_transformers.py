@@ -294,13 +294,6 @@ def test_a_model_that_shares_the_config_of_a_switched_one_is_told_to_copy_it():
 # Models in other modules.
 
 
-@pytest.fixture
-def one_process():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def with_peft(model):
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))  # LoRA begins with zeros
@@ -308,7 +301,6 @@ def with_peft(model):
 
 WRAPPERS = {
     "DataParallel": torch.nn.DataParallel,
-    "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
     "PEFT": with_peft,
     "a module with a head": torch.nn.Sequential,
     "several": lambda model: torch.compile(torch.nn.DataParallel(with_peft(model)), backend="eager"),
@@ -317,7 +309,7 @@ WRAPPERS = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_wrapped_model_is_switched_inside_and_returned_wrapped(name, one_process):
+def test_a_wrapped_model_is_switched_inside_and_returned_wrapped(name):
     model, x = decoder_of("llama", num_hidden_layers=1), words()
     expected = use_sparse_flash(copy.deepcopy(model), PATTERN)(x).logits
     wrapped = WRAPPERS[name](model)
