@@ -1,8 +1,6 @@
 """The package runs from another folder, under another name, beside the installed one: as the Hub's ``kernels`` library loads it."""
 
-import base64
 import copy
-import hashlib
 import importlib.util
 import io
 import json
@@ -61,12 +59,6 @@ def test_files_of_the_folder_import_each_other_by_relative_names_and_lack_none(b
             target = file.parents[len(dots) - 1].joinpath(*filter(None, module.split(".")))
             assert package in (target, *target.parents), file
             assert target.is_dir() or target.with_suffix(".py").exists(), (file, module)
-
-
-def test_metadata_has_the_digest_of_each_file(built):
-    for name, digest in built.metadata["digest"]["files"].items():
-        assert base64.b64decode(digest) == hashlib.sha256((built.folder / name).read_bytes()).digest()
-    assert built.metadata["digest"]["files"].keys() > {"sparse_flash/__init__.py"}
 
 
 def operators(namespace: str) -> set[str]:

@@ -17,8 +17,6 @@ N = 128
 
 
 class Holder:
-    """Data that a function reads by one of the uses of their holder."""
-
     def __init__(self, data):
         self._data = data
 
@@ -26,13 +24,17 @@ class Holder:
     def data(self):
         return self._data
 
+    def rule(self, q, kv):
+        return self._data[q] >= self._data[kv]
+
+
+class Rows(Holder):
     def __getitem__(self, index):
         return self._data[index]
 
-    def __call__(self, q, kv):
-        return self._data[q] >= self._data[kv]
 
-    def rule(self, q, kv):
+class Rule(Holder):
+    def __call__(self, q, kv):
         return self._data[q] >= self._data[kv]
 
 
@@ -55,9 +57,9 @@ def by_items(data):
 
 
 def with_offset(data):
-    holder = Holder(data)
-    holder.offset = 0
-    return holder
+    rows = Rows(data)
+    rows.offset = 0
+    return rows
 
 
 def with_a_function_of_its_own(data):
@@ -81,7 +83,7 @@ READERS = {
     "getattr": ("getattr(it, 'data')[q] >= it.data[kv]", lambda data: types.SimpleNamespace(data=data)),
     "method of an object": ("it.rule(q, kv)", Holder),
     "function set on an object": ("it.rule(q, kv)", with_a_function_of_its_own),
-    "__getitem__": (OF_ITEMS, Holder),
+    "__getitem__": (OF_ITEMS, Rows),
     "__getitem__ and an attribute": ("it[q] >= it[kv] + it.offset", with_offset),
     "another pattern": ("it.token_rule(q, kv)", lambda data: sf.from_mask_fn(by_items(data))),
 }
@@ -89,7 +91,7 @@ RULES = {
     "default": lambda data: lambda q, kv, data=data: data[q] >= data[kv],
     "partial": lambda data: partial(lambda q, kv, data: data[q] >= data[kv], data=data),
     "method": lambda data: Holder(data).rule,
-    "object": Holder,
+    "object": Rule,
 }
 
 
@@ -124,7 +126,7 @@ def test_a_pattern_whose_function_reads_data_follows_their_change_in_place(reade
 
 
 def test_two_callable_objects_of_one_class_are_followed_each():
-    first, second = Holder(np.arange(N)), Holder(np.arange(N))
+    first, second = Rule(np.arange(N)), Rule(np.arange(N))
     rule = lambda q, kv: first(q, kv) & second(q, kv)  # noqa: E731
     for _ in range(100):  # an id of a freed method may come again
         before = state_of(rule)
@@ -161,16 +163,16 @@ def in_closure():
         nonlocal width
         width = to
 
-    return lambda q, kv: abs(q - kv) < width, rebind
+    return lambda q, kv: q - kv < width, rebind
 
 
 def in_global():
-    return lambda q, kv: abs(q - kv) < WIDTH, lambda to: globals().update(WIDTH=to)
+    return lambda q, kv: q - kv < WIDTH, lambda to: globals().update(WIDTH=to)
 
 
 def in_default():
     def rule(q, kv, width=3):
-        return abs(q - kv) < width
+        return q - kv < width
 
     return rule, lambda to: setattr(rule, "__defaults__", (to,))
 
@@ -178,7 +180,7 @@ def in_default():
 def in_one_of_two_lists():
     lists = {3: [3], 1: [1, 20, -1, -2]}
     both = [lists[3], lists[1], lists[3], lists[1]]
-    return lambda q, kv: abs(q - kv) < both[2][0], lambda to: both.__setitem__(2, lists.get(to, [to]))
+    return lambda q, kv: q - kv < both[2][0], lambda to: both.__setitem__(2, lists.get(to, [to]))
 
 
 def in_an_object(text, it, rebind):
@@ -196,9 +198,9 @@ REBOUND = {
     "default": in_default,
     "one of two lists": in_one_of_two_lists,
     # 3 to 1 leaves the numbers that differ as they are.
-    "list": lambda: in_an_object("abs(q - kv) < it[1]", [1, 3, 1], lambda it, to: it.__setitem__(1, to)),
-    "attribute": lambda: in_an_object("abs(q - kv) < it.width", types.SimpleNamespace(), lambda it, to: setattr(it, "width", to)),
-    "function": lambda: in_an_object("it[0](abs(q - kv))", [None], set_function),
+    "list": lambda: in_an_object("q - kv < it[1]", [1, 3, 1], lambda it, to: it.__setitem__(1, to)),
+    "attribute": lambda: in_an_object("q - kv < it.width", types.SimpleNamespace(), lambda it, to: setattr(it, "width", to)),
+    "function": lambda: in_an_object("it[0](q - kv)", [None], set_function),
 }
 
 

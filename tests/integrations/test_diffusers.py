@@ -185,10 +185,14 @@ def test_dense_steps_are_counted_by_timestep(times, dense_steps):
 
 
 @each_model
-def test_a_switched_model_says_its_masks_and_what_its_layers_did(name):
+def test_a_switched_model_says_its_layout_its_masks_and_what_its_layers_did(name):
     model, inputs = made(name)
-    plain = str(model)
+    plain, latents = str(model), (2, 4, *CELLS) if "num_frames" in inputs else inputs["hidden_states"].shape
+    assert layout_of(model, latents) == sf.VideoLayout.of(*CELLS)
     use_sparse_flash(model, WINDOW, TILE, dense_steps=1, dense_layers=[0])
+    assert layout_of(model, latents, TEXT) == sf.VideoLayout(*CELLS, TILE, **{"prefix" if name == "cogvideox" else "suffix": TEXT})
+    with pytest.raises(ValueError, match=r"shape must be that of 5-D latents.*got \(2, 4\)"):
+        layout_of(model, (2, 4))
     assert sf.masks_of(model) == {0: "layout", 1: WINDOW}
     with sf.record_masks(model) as record:
         for time in (999, 500, 200):
@@ -205,17 +209,6 @@ def test_a_switched_model_says_its_masks_and_what_its_layers_did(name):
     for say in (sf.masks_of, lambda model: sf.record_masks(model).__enter__()):
         with pytest.raises(ValueError, match="must be one that use_sparse_flash switched"):
             say(model)
-
-
-@each_model
-def test_the_layout_of_latents_is_that_of_the_models_calls(name):
-    model, inputs = made(name)
-    shape = (2, 4, *CELLS) if "num_frames" in inputs else inputs["hidden_states"].shape
-    assert layout_of(model, shape) == sf.VideoLayout.of(*CELLS)
-    layout = layout_of(use_sparse_flash(model, WINDOW, TILE), shape, text=TEXT)
-    assert (layout.grid, layout.tile, layout.prefix or layout.suffix) == (CELLS, TILE, TEXT)
-    with pytest.raises(ValueError, match=r"shape must be that of 5-D latents.*got \(2, 4\)"):
-        layout_of(model, (2, 4))
 
 
 def test_the_layout_follows_the_inputs():
@@ -385,33 +378,34 @@ def test_what_changes_modules_works_before_and_after_the_switch(name, change):
         close(run(after, inputs), want)
 
 
-def test_inputs_that_do_not_fit_are_errors():
-    for tile in (TILE, (2, 8, 8)):
-        model, inputs = made("hunyuan")
-        use_sparse_flash(model, "layout & (local(9) | last_tokens(3))", tile)
-        with pytest.raises(ValueError, match="counts from the end"):
-            run(model, inputs)
-    model, inputs = made("ltx")
-    use_sparse_flash(model, WINDOW, TILE)
-    with pytest.raises(ValueError, match="got 105 tokens; tokens of conditions"):
-        run(model, inputs, height=4)
-    with pytest.raises(ValueError, match="num_frames, height and width must be passed"):
-        run(model, inputs, num_frames=None, video_coords=torch.rand(2, 3, 105))
+OF_END = "layout & (local(9) | last_tokens(3))"
+UNFIT = [
+    ("hunyuan", OF_END, TILE, {}, "counts from the end"),
+    ("hunyuan", OF_END, (2, 8, 8), {}, "counts from the end"),
+    ("ltx", WINDOW, TILE, {"height": 4}, "got 105 tokens; tokens of conditions"),
+    ("ltx", WINDOW, TILE, {"num_frames": None, "video_coords": drawn(2, 3, TOKENS)}, "num_frames, height and width must be passed"),
+    ("cogvideox", WINDOW, TILE, {"attention_kwargs": {"attention_mask": torch.zeros(4, 1, 112)}}, "must be of padded text"),
+    ("wan", WINDOW, lambda *cells: sf.VideoLayout(*cells, TILE, prefix=1), {}, "without prefix and suffix"),
+]
+
+
+@pytest.mark.parametrize("name, spec, layout, changed, message", UNFIT)
+def test_inputs_that_do_not_fit_are_errors(name, spec, layout, changed, message):
+    model, inputs = made(name)
+    use_sparse_flash(model, spec, layout)
+    with pytest.raises(ValueError, match=message):
+        run(model, inputs, **changed)
+
+
+def test_models_that_became_others_since_they_were_switched_are_errors():
     model, inputs = made("wan")
-    use_sparse_flash(model, WINDOW, lambda *cells: sf.VideoLayout(*cells, TILE, prefix=1))
-    with pytest.raises(ValueError, match="without prefix and suffix"):
-        run(model, inputs)
     use_sparse_flash(model, WINDOW, TILE, dense_steps=1)
     with pytest.raises(ValueError, match="steps of sampling"):
         model.train()(**inputs)
     parallel = diffusers.ParallelConfig(context_parallel_config=diffusers.ContextParallelConfig(ulysses_degree=2))
-    model.eval()._parallel_config = parallel  # as enable_parallelism sets it
+    model._parallel_config = parallel  # as enable_parallelism sets it
     with pytest.raises(ValueError, match=r"must not be under context parallelism.*leave enable_parallelism out"):
         run(model, inputs)
     model.set_attn_processor(type(model.blocks[0].attn2.processor)())
     with pytest.raises(ValueError, match="were replaced"):
         run(model, inputs)
-    model, inputs = made("cogvideox")
-    use_sparse_flash(model, WINDOW, TILE)
-    with pytest.raises(ValueError, match="must be of padded text"):
-        run(model, inputs, attention_kwargs={"attention_mask": torch.zeros(4, 1, 112)})

@@ -45,6 +45,7 @@ SEQUENCES |= dict.fromkeys(("packed", "in pages"), ((5, 20), (0, 7), (33, 12), (
 @pytest.mark.parametrize("causal, window", WINDOWS)
 def test_sequences_are_each_the_definition(causal, window, terms, form):
     q_lens, k_lens = zip(*SEQUENCES[form], strict=True)
+    past = 0 if form.startswith("dense") else 3  # tokens of no sequence
     softcap, slopes = (5.0, torch.rand(len(q_lens), HEADS)) if terms else (0.0, None)
     options = 0.0, None, causal, torch.tensor(window), softcap, slopes, False, True  # a tensor, as in that package's tests
     table = torch.randperm(12, dtype=torch.int32).view(4, 3)
@@ -66,12 +67,13 @@ def test_sequences_are_each_the_definition(causal, window, terms, form):
 
     def define(q, k, v):
         results = []
-        for row, part in enumerate(zip(q.split(q_lens, 2), k.split(k_lens, 2), v.split(k_lens, 2), strict=True)):
+        for row, part in enumerate(zip(q.split((*q_lens, past), 2), k.split(k_lens, 2), v.split(k_lens, 2))):
             of_row = {"softcap": softcap, "alibi_slopes": slopes[row]} if terms else {}
             results.append(dense_attention(*part, kept_by(q_lens[row], k_lens[row], causal, window), **of_row))
-        return tuple(torch.cat(each, 2) for each in zip(*results, strict=True))
+        out, lse = (torch.cat(each, 2) for each in zip(*results, strict=True))
+        return torch.nn.functional.pad(out, (0, 0, 0, past)), torch.nn.functional.pad(lse, (0, past), value=float("-inf"))
 
-    inputs = tensors((1, HEADS, sum(q_lens), DIM), *[(1, 2, sum(k_lens), DIM)] * 2)
+    inputs = tensors((1, HEADS, sum(q_lens) + past, DIM), *[(1, 2, sum(k_lens), DIM)] * 2)
     assert_right(Call(inputs, run, define), "auto")
 
 

@@ -52,10 +52,8 @@ def test_a_video_transformer_computes_all_its_layers_in_it(monkeypatch):
 
     monkeypatch.setattr(of_diffusers, "attention", on_a_cpu)
     model, inputs = made("wan")
-    model, inputs = (
-        model.bfloat16(),
-        inputs | {name: inputs[name].bfloat16() for name in ("hidden_states", "encoder_hidden_states")},
-    )
+    model.bfloat16()
+    inputs |= {name: inputs[name].bfloat16() for name in ("hidden_states", "encoder_hidden_states")}
     out = []
     for precision in ("fp8", None):
         of_diffusers.use_sparse_flash(model, WINDOW, TILE, precision=precision)
