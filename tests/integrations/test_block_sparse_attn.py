@@ -112,13 +112,11 @@ def test_each_head_of_each_document_is_the_definition(call):
     assert_right(Call(inputs, run, lambda *t: dense_attention(*t, kept)), "auto")
 
 
-def test_dropout_scale_and_the_back_end_reach_attention():
+def test_dropout_and_scale_are_those_of_attention():
     q, k, v = torch.randn(3, 200, 2, DIM)
     documents = bounds_of([200]), bounds_of([200]), torch.zeros(2, dtype=torch.int32), None, None, 200, 200
     torch.manual_seed(1)
-    options = {"softmax_scale": 0.2, "is_causal": True, "backend": "reference"}
-    out = bsa.block_sparse_attn_func(q, k, v, *documents, 0.3, **options)
+    out = bsa.block_sparse_attn_func(q, k, v, *documents, 0.3, False, 0.2, True)
     torch.manual_seed(1)
-    heads_first = (t.transpose(0, 1)[None] for t in (q, k, v))
-    right = sf.attention(*heads_first, "causal", dropout_p=0.3, scale=0.2, backend="reference")
+    right = sf.attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), "causal", dropout_p=0.3, scale=0.2)
     torch.testing.assert_close(out, right[0].transpose(0, 1))
