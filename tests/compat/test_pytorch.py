@@ -1,4 +1,4 @@
-"""PyTorch's private names that no other test of the package would miss."""
+"""What the package reads by private names of PyTorch, as far as no other test does."""
 
 import re
 
