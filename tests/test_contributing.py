@@ -1,5 +1,6 @@
-"""CONTRIBUTING.md's recipes work if followed to the letter in a copy of the tree (patterns: see test_examples.py)."""
+"""CONTRIBUTING.md's recipes work if followed to the letter in a copy of the tree."""
 
+import ast
 import csv
 import json
 import os
@@ -50,6 +51,16 @@ def put(path: Path, how: str, name: str, lines: str) -> None:
     path.write_text(text[: found.start()] + kept + lines + text[found.end() :])
 
 
+def register_pattern(copy: Path) -> None:
+    """Adds the names of the recipe's pattern to their file, in alphabetical order."""
+    imported, listed = re.search(r"`(from \.\w+ import \w+ as \w+)` and\s+`(\"\w+\")` in `__all__`", TEXT).groups()
+    names = copy / "patterns" / "__init__.py"
+    lines = names.read_text().splitlines()
+    for new, kind in ((imported, "from "), (f"    {listed},", '    "')):
+        lines.insert(lines.index(next(line for line in lines if line.startswith(kind) and line > new)), new)
+    names.write_text("\n".join(lines) + "\n")
+
+
 def run_in(copy: Path, *arguments: str) -> str:
     """Runs Python in a copy of the tree; returns what it prints."""
     environment = os.environ | {"PYTHONPATH": str(copy)}
@@ -74,15 +85,16 @@ sys.exit(pytest.main(tests))
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory):
-    """A copy of the tree with a back end, a chooser and a peer by their recipes, and what was printed there."""
+    """A copy of the tree with a pattern, a back end, a chooser and a peer by their recipes, and what was printed there."""
     copy = tmp_path_factory.mktemp("copy")
-    follow(copy, "Add a back end", "Add a chooser", "Add a peer to the benchmark")
+    follow(copy, "Add a pattern in 20 lines", "Add a back end", "Add a chooser", "Add a peer to the benchmark")
+    register_pattern(copy)
     guide, row = copy / "docs" / "guides" / "choosers.md", re.search(r"^\| `newest` .*\n", TEXT, re.M)[0]
     guide.write_text(re.sub(r"^\| `scored` .*\n", lambda line: line[0] + row, guide.read_text(), flags=re.M))
     bench = re.search(r"`sparse-flash (bench .*--only eager)`", TEXT)[1].split()
-    files = ["tests/test_properties.py", "tests/masks/test_chooser.py", "tests/patterns/test_golden.py", "tests/api/test_choose.py"]
-    names = "(short and every) or newest or built_in or what_the_words_say"
-    tests = [*PYTEST[2:], "-v", "-rA", *files, "tests/test_site.py", "-k", names]
+    files = "test_properties masks/test_chooser patterns/test_golden patterns/test_patterns api/test_choose test_site"
+    names = "(short and every) or newest or built_in or what_the_words_say or lookback"
+    tests = [*PYTEST[2:], "-v", "-rA", *(f"tests/{file}.py" for file in files.split()), "-k", names]
     arguments = ["sparse-flash", *bench, "--device", "cpu", "--out", "found"], tests
     return copy, run_in(copy, "-c", PROGRAM.format(arguments=arguments))
 
@@ -90,6 +102,15 @@ def followed(tmp_path_factory):
 def passed(printed: str, name: str) -> int:
     """The number of tests that passed whose line has this."""
     return len(re.findall(rf"^PASSED .*{name}", printed, re.M))
+
+
+def test_a_pattern_added_by_its_recipe_has_20_lines_and_is_held_to_all_tests_of_patterns(followed):
+    copy, printed = followed
+    code = (copy / "patterns" / "lookback.py").read_text()
+    docstring, *_ = ast.parse(code).body
+    assert len([line for line in code.splitlines()[docstring.end_lineno :] if line.strip()]) <= 20
+    for name in ("token_rule_is_the_formula.*lookback", "picture_in_the_docstring.*lookback", "every_built_in_pattern_says"):
+        assert passed(printed, name)
 
 
 def test_a_back_end_added_by_its_recipe_is_held_to_the_rule_by_the_tests_there_are(followed):
@@ -107,7 +128,7 @@ def test_a_peer_added_by_its_recipe_is_measured_and_found_right(followed):
 
 def test_a_chooser_added_by_its_recipe_is_held_to_all_tests_of_choosers(followed):
     copy, printed = followed
-    assert "1 added" in printed and "newest" in (copy / "tests" / "patterns" / "golden.json").read_text()
+    assert "2 added" in printed and "newest" in (copy / "tests" / "patterns" / "golden.json").read_text()
     assert passed(printed, "newest") > 20
     assert all(passed(printed, name) for name in ("every_built_in_pattern", "guide_has_every_built_in", "what_the_words_say"))
 
@@ -122,20 +143,3 @@ def test_a_kernel_config_added_by_its_recipe_is_compiled_and_written_down(tmp_pa
     half = [row for row in rows if row["dtype"] == "bf16"]
     assert [(row["tile_m"], row["tile_n"], row["stages"]) for row in half] == [("32", "32", "2")]
     run_in(tmp_path, *PYTEST, "tests/kernels/test_chips.py", "-k", "table or tables")
-
-
-def test_every_line_of_the_quick_sample_names_a_test():
-    for line in (ROOT / "tests" / "quick.txt").read_text().splitlines():
-        path, _, test = line.partition("::")
-        assert f"def {test.partition('[')[0]}" in (ROOT / path).read_text(), line
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_every_target_that_the_makefile_names_runs_something():
-    text = (ROOT / "Makefile").read_text()
-    targets = re.search(r"^\.PHONY: (.*)$", text, re.M)[1].split()
-    assert set(re.findall(r"\bmake ([a-z]+)", text.partition("\n\n")[0])) <= set(targets)
-    make = ["make", "-C", str(ROOT), "OLDEST_PYTHON=python3", "NEWEST_PYTHON=python3", "-n"]  # named, or each call looks for both
-    for target in targets:
-        said = subprocess.run([*make, target], capture_output=True, text=True, check=True).stdout
-        assert "Nothing to be done" not in said, target

@@ -1,15 +1,12 @@
 """The package runs from another folder, under another name, beside the installed one: as the Hub's ``kernels`` library loads it."""
 
-import base64
 import copy
-import hashlib
 import importlib.util
 import io
 import json
 import pickle
 import re
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
@@ -64,16 +61,6 @@ def test_files_of_the_folder_import_each_other_by_relative_names_and_lack_none(b
             assert target.is_dir() or target.with_suffix(".py").exists(), (file, module)
 
 
-def test_metadata_names_the_contents(built, tmp_path):
-    digests, files = built.metadata["digest"]["files"], [path for path in built.folder.rglob("*") if path.is_file()]
-    names = {path.relative_to(built.folder).as_posix() for path in files if path.suffix != ".pyc"}
-    assert digests.keys() == names - {"metadata.json"}
-    for name, digest in digests.items():
-        assert base64.b64decode(digest) == hashlib.sha256((built.folder / name).read_bytes()).digest()
-    assert built.metadata["id"].isidentifier()
-    assert json.loads((build(tmp_path) / "metadata.json").read_text()) == built.metadata
-
-
 def operators(namespace: str) -> set[str]:
     names = [schema.name.split("::") for schema in torch._C._jit_get_all_schemas()]
     return {name for space, name in names if space == namespace}
@@ -87,13 +74,6 @@ def test_each_has_all_operators_under_its_own_name(other):
     assert own == [torch.ops.sparse_flash.attention.default, getattr(torch.ops, other.__name__).attention.default]
 
 
-def test_public_names_are_the_same_but_for_the_benchmark(other):
-    assert set(sf.__all__) - set(other.__all__) <= {"bench", "BenchRow"} and set(other.__all__) <= set(sf.__all__)
-    for name in other.__all__:
-        assert getattr(other, name).__module__.partition(".")[0] == other.__name__
-    assert other.__version__ == sf.__version__ and not hasattr(other, "bench")
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("spec, tokens", [("causal & (local(9) | butterfly(block=16))", 70), ("~local(5)", 33)])
 def test_results_and_gradients_are_the_same(other, backend, spec, tokens):
@@ -105,35 +85,6 @@ def test_results_and_gradients_are_the_same(other, backend, spec, tokens):
         out, lse = package.attention(q, k, v, spec, return_lse=True, backend=backend)
         found.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     assert all(map(torch.equal, *found))
-
-
-@pytest.fixture
-def registries(other, monkeypatch):
-    """Removes the patterns that a test registers with either."""
-    modules = [import_module(f"{name}.masks.registry") for name in ("sparse_flash", other.__name__)]
-    for module in modules:
-        monkeypatch.setattr(module, "_registry", dict(module._registry))
-        monkeypatch.setattr(module, "_entry_points_read", False)
-
-
-def registered(package):
-    @package.register_pattern("elsewhere_third")
-    @dataclass(frozen=True)
-    class EveryThird(package.Pattern):
-        def token_rule(self, q, kv):
-            return (q - kv) % 3 == 0
-
-    return EveryThird
-
-
-@pytest.mark.usefixtures("registries")
-def test_a_pattern_registered_with_one_is_unknown_to_the_other(other):
-    assert set(other.list_patterns()) <= set(sf.list_patterns())  # other tests may register patterns with the latter
-    cls = registered(sf)
-    assert sf.parse("elsewhere_third & causal") == cls() & sf.causal()
-    with pytest.raises(ValueError, match="unknown pattern 'elsewhere_third'"):
-        other.parse("elsewhere_third & causal")
-    assert registered(other)() == other.parse("elsewhere_third") != sf.parse("elsewhere_third")
 
 
 def test_a_mask_or_a_pattern_of_the_other_is_refused_with_the_way_out(other):
@@ -154,8 +105,7 @@ def test_both_run_in_one_compiled_graph(other):
     torch.testing.assert_close(out, expected)
     gradients = [torch.autograd.grad(one.square().sum(), (q, k, v)) for one in (out, expected)]
     torch.testing.assert_close(*gradients)
-    called = {str(node.target) for node in graph.graphs[0].graph.nodes if node.op == "call_function"}
-    assert {"sparse_flash.attention.default", f"{other.__name__}.attention.default"} <= called and len(graph.graphs) == 1
+    assert len(graph.graphs) == 1
 
 
 def test_masks_are_copied_pickled_and_saved_as_the_others(other):
@@ -170,14 +120,12 @@ def test_masks_are_copied_pickled_and_saved_as_the_others(other):
 def test_each_switches_its_own_models(other):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
-    models = [model, copy.deepcopy(model)]
-    for package, one in zip((sf, other), models):
+    model, tokens = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval(), torch.randint(60, (1, 50))
+    logits, names = [], []
+    for package, one in ((sf, model), (other, copy.deepcopy(model))):
         import_module(f"{package.__name__}.integrations.transformers").use_sparse_flash(one, "causal & local(9)")
-    names = [one.config._attn_implementation for one in models]
+        names.append(one.config._attn_implementation)
+        logits.append(one(tokens).logits)
+        assert package.masks_of(one) == dict.fromkeys(range(2), "causal & local(9)")
+    assert torch.equal(*logits)
     assert names[0] == "block_sparse" != names[1] and "flash" not in names[1]
-    tokens = torch.randint(60, (1, 50))
-    with torch.no_grad():
-        assert torch.equal(*(one(tokens).logits for one in models))
-    masks = [package.masks_of(one) for package, one in zip((sf, other), models)]
-    assert masks[0] == masks[1] == dict.fromkeys(range(2), "causal & local(9)")

@@ -1,28 +1,28 @@
-"""``integrations.block_sparse_attn`` against what that package documents, in float64: which pairs each type of head keeps."""
+"""``integrations.block_sparse_attn`` against what that package documents: which pairs each type of head keeps.
 
-import inspect
-import math
+Arguments are passed by their positions, as these are that package's too."""
 
-import pytest
+from itertools import count
+
 import torch
 from accepted import DEVICE
+from calls import bounds_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from oracle import dense_attention
+from oracle import Call, assert_right, dense_attention
 
 import sparse_flash as sf
 from sparse_flash.integrations import block_sparse_attn as bsa
 
 HEADS, DIM, BLOCK = 4, 16, 128
-# Kernels have no float64, which the definition is computed in.
-DTYPE, TOLERANCE = (torch.float64, 1e-9) if DEVICE == "cpu" else (torch.float16, 4e-3)
+DTYPE = torch.float64 if DEVICE == "cpu" else torch.float16
 
 
 def blocks(tokens):
     return -(-tokens // BLOCK)
 
 
-def kept_pairs(kind, first, last, own_map, causal, exact, q_len, kv_len):
+def kept_pairs(kind, first, last, causal, exact, own_map, q_len, kv_len):
     """(q_len, kv_len) bool of one head of one document. kind: 0, -1, or positive for own_map, (q_blocks, kv_blocks)."""
     i, j = torch.arange(q_len)[:, None], torch.arange(kv_len)
     position = i + kv_len - q_len
@@ -36,21 +36,6 @@ def kept_pairs(kind, first, last, own_map, causal, exact, q_len, kv_len):
     rows_before = max(0, (q_len - kv_len) // BLOCK)
     stop = blocks(max(0, kv_len - q_len)) + 1 + i // BLOCK - rows_before if causal else blocks(kv_len)
     return seen & ((j // BLOCK < first) | ((j // BLOCK >= stop - last) & (j // BLOCK < stop)))
-
-
-def expected(q, k, v, kept):
-    """For one document: q (q_len, heads, dim), k and v (kv_len, kv_heads, dim), kept (heads, q_len, kv_len)."""
-    out, lse = dense_attention(*(t.transpose(0, 1)[None].to(DEVICE) for t in (q, k, v)), kept.to(DEVICE))
-    return out[0].transpose(0, 1).cpu(), lse[0].cpu()
-
-
-def assert_alike(mine, right):
-    largest = torch.cat([torch.ones(1), right[right.isfinite()].abs()]).max().item()
-    torch.testing.assert_close(mine.double().cpu(), right, atol=TOLERANCE * largest, rtol=0)
-
-
-def starts_of(lengths):
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 lengths = st.integers(1, 300) | st.sampled_from([0, 1, 127, 128, 129, 256, 257])
@@ -76,133 +61,62 @@ def calls(draw):
     }
 
 
-MIXED = {"documents": [(257, 384)] * 2, "types": [1, -1, 0, 1], "kv_heads": 2, "share": 0.6, "past": 0, "on_host": False, "seed": 0}
+MIXED = {"documents": [(257, 384)] * 2, "types": [1, -1, 0, 1], "info": [1, 1] * HEADS, "kv_heads": 2, "causal": True}
+MIXED |= {"exact": False, "share": 0.6, "past": 0, "on_host": False, "seed": 0}
+STREAMING = MIXED | {"types": [-1, -1, 0, -1]}
 
 
 @settings(max_examples=25)
 @given(calls())
-@example(MIXED | {"info": [1, 1] * HEADS, "causal": True, "exact": False})
-@example(MIXED | {"info": [1, 1] * HEADS, "causal": False, "exact": False})
-@example(MIXED | {"types": [-1, -1, 0, -1], "info": [3, 140] * HEADS, "causal": True, "exact": True})
+@example(MIXED)
+@example(MIXED | {"causal": False})
+@example(MIXED | {"types": [1, 2, -1, 1]})  # two heads share a map
+@example(STREAMING | {"info": [3, 140] * HEADS, "exact": True})
+# A whole block of queries from position 255 on would end in the third block of keys.
+@example(STREAMING | {"documents": [(1, 256)], "info": [0, 1] * HEADS})
 def test_each_head_of_each_document_is_the_definition(call):
     torch.manual_seed(call["seed"])
+    types, info = call["types"], call["info"]
     q_lens, kv_lens = zip(*call["documents"], strict=True)
     longest = max(q_lens) + 5, max(kv_lens) + 5
-    maps = call["types"].count(1)
-    base = torch.rand(len(q_lens), maps, *map(blocks, longest)) < call["share"]
-    q = torch.randn(sum(q_lens) + call["past"], HEADS, DIM)
-    k, v = (torch.randn(sum(kv_lens), call["kv_heads"], DIM) for _ in "kv")
-    mine = [t.to(DEVICE, DTYPE).requires_grad_() for t in (q, k, v)]
-    q, k, v = (t.detach().cpu().double().requires_grad_() for t in mine)
-    cu, cu_k = starts_of(q_lens), starts_of(kv_lens)
-    numbers = [cu, cu_k, *(torch.tensor(n, dtype=torch.int32) for n in (call["types"], call["info"]))]
-    out, lse, none = bsa.block_sparse_attn_func(
-        *mine,
-        *(t if call["on_host"] else t.to(DEVICE) for t in numbers),
-        base.to(DEVICE) if maps else None,
-        *longest,
-        0.0,
-        is_causal=call["causal"],
-        exact_streaming=call["exact"],
-        return_attn_probs=True,
-    )
+    maps, number = torch.rand(len(q_lens), types.count(1), *map(blocks, longest)) < call["share"], count()
+    kept = []
+    for head, kind in enumerate(types):
+        own_maps = maps[:, next(number) if kind == 1 else kind - 1] if kind > 0 else maps
+        counts = info[2 * head : 2 * head + 2]
+        of_documents = [
+            kept_pairs(kind, *counts, call["causal"], call["exact"], own_map, *lens)
+            for own_map, lens in zip(own_maps, call["documents"], strict=True)
+        ]
+        kept.append(torch.block_diag(*of_documents).bool())
+    kept = torch.nn.functional.pad(torch.stack(kept), (0, 0, 0, call["past"])).to(DEVICE)
+    of_host = [bounds_of(q_lens), bounds_of(kv_lens), *(torch.tensor(numbers, dtype=torch.int32) for numbers in (types, info))]
+    documents = [t if call["on_host"] else t.to(DEVICE) for t in of_host]
+    if call["exact"]:
+        attend, rest = bsa.token_streaming_attn_func, (*longest, False, None, True)
+    elif 1 not in types:
+        attend, rest = bsa.block_streaming_attn_func, (*longest, 0.0, False, None, call["causal"], True)
+    else:
+        attend, rest = bsa.block_sparse_attn_func, (maps.to(DEVICE), *longest, 0.0, False, None, call["causal"], False, True)
 
-    right, right_lse = [], torch.full((len(q_lens), HEADS, longest[0]), -math.inf, dtype=torch.float64)
-    for b, (q_len, kv_len) in enumerate(call["documents"]):
-        own_map, kept = iter(base[b]), []
-        for head, kind in enumerate(call["types"]):
-            counts = call["info"][2 * head : 2 * head + 2]
-            chosen = next(own_map) if kind > 0 else None
-            kept.append(kept_pairs(kind, *counts, chosen, call["causal"], call["exact"], q_len, kv_len))
-        own, keys = slice(cu[b], cu[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        of_one, right_lse[b, :, :q_len] = expected(q[own], k[keys], v[keys], torch.stack(kept))
-        right.append(of_one)
-    right = torch.cat([*right, torch.zeros(call["past"], HEADS, DIM)])
-    assert none is None and out.shape == q.shape and out.dtype == DTYPE
-    assert_alike(out, right)
-    assert_alike(lse, right_lse.detach())
-    if right.requires_grad:
-        grad = torch.randn(right.shape).to(DTYPE).double()
-        wanted = torch.autograd.grad(right, (q, k, v), grad)
-        for ours, theirs in zip(torch.autograd.grad(out, mine, grad.to(DEVICE, DTYPE)), wanted, strict=True):
-            assert_alike(ours, theirs)
+    def run(q, k, v):
+        packed = (t[0].transpose(0, 1) for t in (q, k, v))
+        out, lse, none = attend(*packed, *documents, *rest)
+        assert none is None and all(of_one[:, n:].isneginf().all() for of_one, n in zip(lse, q_lens, strict=True))
+        past = lse.new_full((HEADS, call["past"]), float("-inf"))
+        lse = torch.cat([*(of_one[:, :n] for of_one, n in zip(lse, q_lens, strict=True)), past], 1)
+        return out.transpose(0, 1)[None], lse[None]
+
+    shapes = (HEADS, sum(q_lens) + call["past"]), *[(call["kv_heads"], sum(kv_lens))] * 2
+    inputs = tuple(torch.randn(1, *shape, DIM).to(DEVICE, DTYPE) for shape in shapes)
+    assert_right(Call(inputs, run, lambda *t: dense_attention(*t, kept)), "auto")
 
 
-def kept_by(function, q_len, kv_len, info, **options):
-    """The pairs that a call with one streaming head keeps, which its weights show: every score is 0, and v is the identity."""
-    q, k = torch.zeros(q_len, 1, DIM), torch.zeros(kv_len, 1, DIM)
-    ends = [starts_of([n]) for n in (q_len, kv_len)]
-    numbers = [torch.tensor(n, dtype=torch.int32) for n in ([-1], info)]
-    return function(q, k, torch.eye(kv_len)[:, None], *ends, *numbers, q_len, kv_len, **options, backend="reference")[:, 0] > 0
-
-
-def test_token_streaming_counts_the_querys_own_key_and_the_first_keys():
-    kept = kept_by(bsa.token_streaming_attn_func, 8, 10, [2, 3])
-    assert [row.nonzero().flatten().tolist() for row in kept[-3:]] == [[0, 1, 5, 6, 7], [0, 1, 6, 7, 8], [0, 1, 7, 8, 9]]
-    assert kept[:3].sum(1).tolist() == [3, 4, 5]
-    assert not kept_by(bsa.token_streaming_attn_func, 8, 10, [0, 0]).any()
-    assert kept_by(bsa.token_streaming_attn_func, 8, 10, [0, 1]).equal(torch.eye(8, 10, dtype=torch.bool).roll(2, 1))
-
-
-def test_local_blocks_end_with_that_of_the_query_or_without_causal_with_the_last():
-    kept = kept_by(bsa.block_streaming_attn_func, 640, 640, [1, 2], p_dropout=0.0)
-    assert kept[600].nonzero().flatten().tolist() == [*range(128), *range(384, 601)]
-    kept = kept_by(bsa.block_streaming_attn_func, 640, 600, [1, 2], p_dropout=0.0, is_causal=False)
-    assert all(row.nonzero().flatten().tolist() == [*range(128), *range(384, 600)] for row in kept[::100])
-    # A whole block of queries from position 255 on would end in the third block of keys.
-    assert not kept_by(bsa.block_streaming_attn_func, 1, 256, [0, 1], p_dropout=0.0).any()
-
-
-def tensors(documents, heads=2, maps=1):
-    """Arguments of a call of documents of these lengths, one type 1 head and streaming ones."""
-    q, k, v = (torch.randn(sum(documents), heads, DIM) for _ in "qkv")
-    ends, size = starts_of(documents), blocks(max(documents))
-    types, info = torch.tensor([1] * maps + [-1] * (heads - maps)), torch.tensor([1, 1] * heads)
-    base = torch.ones(len(documents), maps, size, size, dtype=torch.bool)
-    names = inspect.signature(bsa.block_sparse_attn_func).parameters
-    return dict(zip(names, (q, k, v, ends, ends, types, info, base, max(documents), max(documents), 0.0), strict=False))
-
-
-@pytest.mark.parametrize("documents, calls", [([200], 1), ([200, 200, 200], 1), ([200, 200, 130, 200], 3)], ids=str)
-def test_documents_of_one_length_are_one_call(documents, calls, monkeypatch):
-    made = []
-    monkeypatch.setattr(bsa, "attention", lambda *args, **options: made.append(args) or sf.attention(*args, **options))
-    bsa.block_sparse_attn_func(**tensors(documents))
-    assert len(made) == calls
-
-
-def test_a_type_above_one_shares_the_map_of_that_number():
-    call = tensors([300], heads=3, maps=3)
-    call["base_blockmask"] = torch.rand(1, 3, 3, 3) < 0.5
-    apart = bsa.block_sparse_attn_func(**call)
-    call["head_mask_type"], maps = torch.tensor([1, 1, 2]), call["base_blockmask"]
-    call["base_blockmask"] = maps[:, [0, 2]].int()
-    q, k, v = (call[name].transpose(0, 1)[None] for name in "qkv")
-    right = sf.attention(q, k, v, sf.BlockMask.from_blocks(maps[:, [0, 2, 2]], BLOCK, 300, 300))
-    shared = bsa.block_sparse_attn_func(**call)
-    torch.testing.assert_close(shared, right[0].transpose(0, 1))
-    torch.testing.assert_close(shared[:, [0, 2]], apart[:, [0, 2]])
-
-
-def test_dropout_scale_and_the_back_end_reach_attention():
-    call = tensors([200]) | {"p_dropout": 0.3, "softmax_scale": 0.2, "head_mask_type": torch.zeros(2, dtype=torch.int32)}
-    call["base_blockmask"] = None
-    q, k, v = (call[name].transpose(0, 1)[None] for name in "qkv")
+def test_dropout_and_scale_are_those_of_attention():
+    q, k, v = torch.randn(3, 200, 2, DIM)
+    documents = bounds_of([200]), bounds_of([200]), torch.zeros(2, dtype=torch.int32), None, None, 200, 200
     torch.manual_seed(1)
-    out = bsa.block_sparse_attn_func(**call, is_causal=True, backend="reference")
+    out = bsa.block_sparse_attn_func(q, k, v, *documents, 0.3, False, 0.2, True)
     torch.manual_seed(1)
-    right = sf.attention(q, k, v, "causal", dropout_p=0.3, scale=0.2, backend="reference")
+    right = sf.attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), "causal", dropout_p=0.3, scale=0.2)
     torch.testing.assert_close(out, right[0].transpose(0, 1))
-
-
-def test_arguments_have_that_packages_names_and_order():
-    shared = "q k v cu_seqlens_q cu_seqlens_k head_mask_type streaming_info"
-    longest, rest = "max_seqlen_q_ max_seqlen_k_", "deterministic softmax_scale"
-    for function, names in (
-        (bsa.block_sparse_attn_func, f"{shared} base_blockmask {longest} p_dropout {rest} is_causal exact_streaming"),
-        (bsa.block_streaming_attn_func, f"{shared} {longest} p_dropout {rest} is_causal"),
-        (bsa.token_streaming_attn_func, f"{shared} {longest} {rest}"),
-    ):
-        assert [*inspect.signature(function).parameters] == [*names.split(), "return_attn_probs", "backend"]
-    defaults = {n: p.default for n, p in inspect.signature(bsa.block_streaming_attn_func).parameters.items()}
-    assert defaults["is_causal"] is True and defaults["deterministic"] is False and defaults["softmax_scale"] is None

@@ -16,95 +16,70 @@ diffusers = pytest.importorskip("diffusers", minversion="0.42", reason="not inst
 
 from diffusers import hooks  # noqa: E402
 
-from sparse_flash.integrations import diffusers as integration  # noqa: E402
 from sparse_flash.integrations.diffusers import layout_of, restore, use_sparse_flash  # noqa: E402
 
-CELLS, TEXT, VALID = (3, 5, 7), 7, (7, 4)  # VALID: of the text's tokens, in each entry of the batch
+CELLS, TEXT = (3, 5, 7), 7
+TOKENS, TEXT_EXISTS = int(np.prod(CELLS)), torch.arange(TEXT) < torch.tensor([7, 4])[:, None]
 TILE = (2, 2, 4)  # all axes of CELLS are ragged
-WINDOW = "tile_window(layout, (1, 2, 1))"
+WINDOW, CHOSEN = "tile_window(layout, (1, 2, 1))", "layout & sampled(16, budget=0.3, block=64)"
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4}
-BY_PATCHES = (2, 4, CELLS[0], 2 * CELLS[1], 2 * CELLS[2])
 
 
-def wan():
-    model = diffusers.WanTransformer3DModel(**SMALL, text_dim=8, freq_dim=16, ffn_dim=32, num_layers=2)
-    return model, {"hidden_states": torch.randn(BY_PATCHES), "encoder_hidden_states": torch.randn(2, TEXT, 8)}
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def with_a_timestep_for_each_token(make):
-    model, inputs = make()
-    return model, inputs | {"timestep": torch.rand(2, np.prod(CELLS)) * 1000}
+# Of each model: the class, its sizes, and its inputs beside those of all.
+WAN = diffusers.WanTransformer3DModel, {"text_dim": 8, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
+HUNYUAN = {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 8, "pooled_projection_dim": 8}
+HUNYUAN |= {"rope_axes_dim": (4, 6, 6), "guidance_embeds": False}
+HUNYUAN_VIDEO = diffusers.HunyuanVideoTransformer3DModel
+OF_HUNYUAN = {"encoder_attention_mask": TEXT_EXISTS.long(), "pooled_projections": drawn(2, 8)}
+LTX = diffusers.LTXVideoTransformer3DModel, {"cross_attention_dim": 32, "num_layers": 2, "caption_channels": 8}
+OF_LTX = {"hidden_states": drawn(2, TOKENS, 4), "encoder_attention_mask": TEXT_EXISTS.long()}
+OF_LTX |= dict(zip(("num_frames", "height", "width"), CELLS, strict=True))
+MOCHI = {"num_layers": 2, "pooled_projection_dim": 16, "text_embed_dim": 8, "time_embed_dim": 16, "max_sequence_length": 16}
+COGVIDEOX = {"num_layers": 2, "time_embed_dim": 8, "text_embed_dim": 8, "max_text_seq_length": TEXT, "sample_frames": 9}
+COGVIDEOX |= {"sample_height": 10, "sample_width": 14, "use_rotary_positional_embeddings": True}
+OF_COGVIDEOX = {"hidden_states": drawn(2, 3, 4, 10, 14), "image_rotary_emb": (drawn(TOKENS, 16).cos(), drawn(TOKENS, 16).sin())}
+TIME_OF_EACH_TOKEN = {"timestep": torch.linspace(0, 1000, 2 * TOKENS).view(2, -1)}
+MODELS = {
+    "wan": (*WAN, {}),
+    "hunyuan": (HUNYUAN_VIDEO, HUNYUAN, OF_HUNYUAN),
+    "ltx": (*LTX, OF_LTX),
+    "mochi": (diffusers.MochiTransformer3DModel, MOCHI, {"encoder_attention_mask": TEXT_EXISTS}),
+    "cogvideox": (diffusers.CogVideoXTransformer3DModel, COGVIDEOX, OF_COGVIDEOX),
+    "wan, a time of each token": (*WAN, TIME_OF_EACH_TOKEN),
+    "ltx, a time of each token": (*LTX, OF_LTX | TIME_OF_EACH_TOKEN),
+    "hunyuan, token_replace": (HUNYUAN_VIDEO, HUNYUAN | {"image_condition_type": "token_replace"}, OF_HUNYUAN),
+}
+KINDS = [name for name in MODELS if "," not in name]
+each_model = pytest.mark.parametrize("name", MODELS)
 
 
-def wan_with_timesteps():
-    return with_a_timestep_for_each_token(wan)
-
-
-def ltx_with_timesteps():
-    return with_a_timestep_for_each_token(ltx)
-
-
-def hunyuan(kind=None):
-    sizes = {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 8, "pooled_projection_dim": 8}
-    kinds = {"rope_axes_dim": (4, 6, 6), "guidance_embeds": False, "image_condition_type": kind}
-    inputs = {"hidden_states": torch.randn(BY_PATCHES), "encoder_hidden_states": torch.randn(2, TEXT, 8)}
-    inputs |= {"encoder_attention_mask": valid_text().long(), "pooled_projections": torch.randn(2, 8)}
-    return diffusers.HunyuanVideoTransformer3DModel(**SMALL, **sizes, **kinds), inputs
-
-
-def hunyuan_with_token_replace():
-    return hunyuan("token_replace")
-
-
-def ltx():
-    model = diffusers.LTXVideoTransformer3DModel(**SMALL, cross_attention_dim=32, num_layers=2, caption_channels=8)
-    inputs = {"hidden_states": torch.randn(2, np.prod(CELLS), 4), "encoder_hidden_states": torch.randn(2, TEXT, 8)}
-    return model, inputs | {"encoder_attention_mask": valid_text().long(), **dict(zip(("num_frames", "height", "width"), CELLS))}
-
-
-def mochi():
-    sizes = {"num_layers": 2, "pooled_projection_dim": 16, "text_embed_dim": 8, "time_embed_dim": 16, "max_sequence_length": 16}
-    model = diffusers.MochiTransformer3DModel(**SMALL, **sizes)
-    torch.nn.init.normal_(model.pos_frequencies)  # zeros otherwise
-    inputs = {"hidden_states": torch.randn(BY_PATCHES), "encoder_hidden_states": torch.randn(2, TEXT, 8)}
-    return model, inputs | {"encoder_attention_mask": valid_text()}
-
-
-def cogvideox():
-    sizes = {"num_layers": 2, "time_embed_dim": 8, "text_embed_dim": 8, "max_text_seq_length": TEXT, "sample_frames": 9}
-    model = diffusers.CogVideoXTransformer3DModel(
-        **SMALL, **sizes, sample_height=10, sample_width=14, use_rotary_positional_embeddings=True
-    )
-    angles = torch.randn(np.prod(CELLS), 16)
-    inputs = {"hidden_states": torch.randn(BY_PATCHES).transpose(1, 2), "encoder_hidden_states": torch.randn(2, TEXT, 8)}
-    return model, inputs | {"image_rotary_emb": (angles.cos(), angles.sin())}
-
-
-def valid_text():
-    return torch.arange(TEXT) < torch.tensor(VALID)[:, None]
-
-
-ONE_OF_EACH = [wan, hunyuan, ltx, mochi, cogvideox]
-
-
-def of(*makes):
-    return pytest.mark.parametrize("make", makes, ids=[make.__name__ for make in makes])
-
-
-each_model, one_of_each = of(*ONE_OF_EACH, wan_with_timesteps, hunyuan_with_token_replace, ltx_with_timesteps), of(*ONE_OF_EACH)
-
-
-def made(make, layers=2):
+def made(name, layers=2):
+    kind, sizes, inputs = MODELS[name]
     torch.manual_seed(0)
-    model, inputs = make()
+    model = kind(**SMALL, **sizes)
+    if name == "mochi":
+        torch.nn.init.normal_(model.pos_frequencies)  # zeros otherwise
     blocks = "blocks" if hasattr(model, "blocks") else "transformer_blocks"
     setattr(model, blocks, getattr(model, blocks)[:layers])
-    return model.eval(), {"timestep": torch.tensor([500, 500]), **inputs, "return_dict": False}
+    usual = {"hidden_states": drawn(2, 4, 3, 10, 14), "encoder_hidden_states": drawn(2, TEXT, 8)}
+    return model.eval(), usual | {"timestep": torch.tensor([500, 500]), **inputs, "return_dict": False}
 
 
 def run(model, inputs, **changed):
     with torch.no_grad():
         return model(**inputs | changed)[0]
+
+
+def outcome(model, inputs):
+    """What it returns, and the gradient of each parameter that has one."""
+    model.zero_grad()
+    out = model(**inputs)[0]
+    out.square().sum().backward()
+    return out.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 class RasterPairs(TorchFunctionMode):
@@ -119,7 +94,7 @@ class RasterPairs(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         q, k, v = [*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
-        tokens, text = q.shape[2], q.shape[2] - int(np.prod(CELLS))
+        tokens, text = q.shape[2], q.shape[2] - TOKENS
         own = kwargs.get("attn_mask")
         if text >= 0 and tokens == k.shape[2] and next(self.layer) not in self.dense_layers:
             layout = sf.VideoLayout(*CELLS, TILE, **{"prefix" if self.text_first else "suffix": text})
@@ -131,58 +106,52 @@ class RasterPairs(TorchFunctionMode):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=own)
 
 
-def expected(model, inputs, spec=WINDOW, **options):
+def expected(model, inputs, spec=WINDOW, call=run, **options):
     with RasterPairs(spec, "CogVideoX" in type(model).__name__, **options):
-        return run(model, inputs)
+        return call(model, inputs)
 
 
 def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dense_layers", [(), (0,)], ids=["", "a dense layer"])
 @each_model
-def test_a_layout_alone_is_the_models_own_attention(make):
-    model, inputs = made(make)
-    own = run(model, inputs)
+def test_a_window_is_dense_attention_under_its_pairs(name, dense_layers):
+    model, inputs = made(name)
+    # Mochi calls attention for each entry of the batch.
+    dense = range(2) if name == "mochi" and dense_layers else dense_layers
+    want, gradients = expected(model, inputs, call=outcome, dense_layers=dense)
+    assert len(gradients) > 20
+    use_sparse_flash(model, WINDOW, TILE, dense_layers=dense_layers)
+    checkpointed, by_function = copy.deepcopy(model), copy.deepcopy(model)
+    checkpointed.train().enable_gradient_checkpointing()
+    use_sparse_flash(by_function, lambda layout: sf.parse(f"tile_window({layout}, (1, 2, 1))"), TILE, dense_layers=dense_layers)
+    for one in (model, by_function, checkpointed, pickle.loads(pickle.dumps(model))):
+        out, found = outcome(one, inputs)
+        close(out, want)
+        assert found.keys() == gradients.keys()
+        for parameter, right in gradients.items():
+            torch.testing.assert_close(found[parameter], right, rtol=1e-3, atol=1e-3 * float(right.abs().max()) + 1e-4)
+
+
+@each_model
+def test_a_layout_alone_is_the_models_own_attention_and_restored_and_saved_models_are_as_they_were(name, tmp_path):
+    model, inputs = made(name)
+    own, processors = run(model, inputs), [m.processor for m in model.modules() if hasattr(m, "processor")]
     for layout in ("auto", TILE, lambda *cells: sf.VideoLayout(*cells, (1, 8, 8))):
         assert use_sparse_flash(model, "layout", layout) is model
         close(run(model, inputs), own)
-
-
-@each_model
-def test_a_window_is_dense_attention_under_its_pairs(make):
-    model, inputs = made(make)
-    want = expected(model, inputs)
-    use_sparse_flash(model, WINDOW, TILE)
-    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        close(run(one, inputs), want)
-    use_sparse_flash(model, lambda layout: sf.parse(f"tile_window({layout}, (1, 2, 1))"), TILE)
-    close(run(model, inputs), want)
-    assert (run(model, inputs) - run(restore(model), inputs)).abs().max() > 1e-2
-
-
-@each_model
-def test_restore_gives_the_old_output_bit_by_bit(make):
-    model, inputs = made(make)
-    own, processors = run(model, inputs), [m.processor for m in model.modules() if hasattr(m, "processor")]
-    saved = {name: x.clone() for name, x in model.state_dict().items()}
-    use_sparse_flash(use_sparse_flash(model, "layout", TILE), WINDOW, TILE)
-    torch.testing.assert_close(dict(model.state_dict()), saved, rtol=0, atol=0)
-    assert not torch.equal(run(model, inputs), own)
+    use_sparse_flash(model, WINDOW, TILE).save_pretrained(tmp_path)
+    assert (run(model, inputs) - own).abs().max() > 1e-2
+    assert torch.equal(run(type(model).from_pretrained(tmp_path).eval(), inputs), own)
     assert restore(model) is model and torch.equal(run(restore(model), inputs), own)
     assert processors == [m.processor for m in model.modules() if hasattr(m, "processor")]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@each_model
-def test_dense_layers_keep_all_pairs(make):
-    model, inputs = made(make)
-    want = expected(model, inputs, dense_layers=range(2) if make is mochi else [0])  # Mochi calls attention for each entry
-    close(run(use_sparse_flash(model, WINDOW, TILE, dense_layers=[0]), inputs), want)
-
-
 def test_padding_is_not_seen_under_patterns_that_do_not_know_it():
-    model, inputs = made(wan)
+    model, inputs = made("wan")
     want = expected(model, inputs, "layout & (local(24) | sinks(3))")
     for spec in ("layout & (local(24) | sinks(3))", "local(24) | sinks(3) | (layout & local(1))"):
         use_sparse_flash(model, spec, TILE)
@@ -191,9 +160,9 @@ def test_padding_is_not_seen_under_patterns_that_do_not_know_it():
     close(run(model, inputs), want)
 
 
-@of(wan, hunyuan, cogvideox)
-def test_choosers_choose_among_tiles(make):
-    model, inputs = made(make)
+@pytest.mark.parametrize("name", ["wan", "hunyuan", "cogvideox"])
+def test_choosers_choose_among_tiles(name):
+    model, inputs = made(name)
     own = run(model, inputs)
     for budget, same in ((1.0, True), (0.3, False)):
         use_sparse_flash(model, f"layout & sampled(16, budget={budget}, block=64)", (4, 4, 4))
@@ -204,7 +173,7 @@ def test_choosers_choose_among_tiles(make):
 @pytest.mark.parametrize("times", [(999, 750, 500, 250), (0, 250, 500, 750)], ids=["downward", "upward"])
 @pytest.mark.parametrize("dense_steps", [2, range(2), [0, 3]], ids=str)
 def test_dense_steps_are_counted_by_timestep(times, dense_steps):
-    model, inputs = made(wan)
+    model, inputs = made("wan")
     own = [run(model, inputs, timestep=torch.tensor([time, time])) for time in times]
     use_sparse_flash(model, WINDOW, TILE, dense_steps=dense_steps)
     dense = range(dense_steps) if isinstance(dense_steps, int) else dense_steps
@@ -216,10 +185,14 @@ def test_dense_steps_are_counted_by_timestep(times, dense_steps):
 
 
 @each_model
-def test_a_switched_model_says_its_masks_and_what_its_layers_did(make):
-    model, inputs = made(make)
-    plain = str(model)
+def test_a_switched_model_says_its_layout_its_masks_and_what_its_layers_did(name):
+    model, inputs = made(name)
+    plain, latents = str(model), (2, 4, *CELLS) if "num_frames" in inputs else inputs["hidden_states"].shape
+    assert layout_of(model, latents) == sf.VideoLayout.of(*CELLS)
     use_sparse_flash(model, WINDOW, TILE, dense_steps=1, dense_layers=[0])
+    assert layout_of(model, latents, TEXT) == sf.VideoLayout(*CELLS, TILE, **{"prefix" if name == "cogvideox" else "suffix": TEXT})
+    with pytest.raises(ValueError, match=r"shape must be that of 5-D latents.*got \(2, 4\)"):
+        layout_of(model, (2, 4))
     assert sf.masks_of(model) == {0: "layout", 1: WINDOW}
     with sf.record_masks(model) as record:
         for time in (999, 500, 200):
@@ -227,32 +200,19 @@ def test_a_switched_model_says_its_masks_and_what_its_layers_did(make):
     run(model, inputs)
     assert f"sparse_flash mask: {WINDOW}; tile {TILE} of {CELLS} tokens, 82.9% padding; dense steps [0]\n" in str(model)
     assert record[0].dense == {"in a dense step": 1, "one of dense_layers": 2} and record[1].dense == {"in a dense step": 1}
-    if make is not mochi:  # its entries differ
-        text = TEXT if make in (hunyuan, hunyuan_with_token_replace, cogvideox) else 0
-        layout = sf.VideoLayout(*CELLS, TILE, **{"prefix" if make is cogvideox else "suffix": text})
+    assert 0 < record[1].kept < 1 and record[1].calls == 3
+    if name == "wan":
+        layout = sf.VideoLayout(*CELLS, TILE)
         density = sf.compile_mask(WINDOW.replace("layout", str(layout)), layout.length).density
         assert record[1].kept.tolist() == pytest.approx([density * layout.length / layout.tokens])
-    assert 0 < record[1].kept < 1 and record[1].calls == 3
     assert str(restore(model)) == plain
     for say in (sf.masks_of, lambda model: sf.record_masks(model).__enter__()):
         with pytest.raises(ValueError, match="must be one that use_sparse_flash switched"):
             say(model)
 
 
-@each_model
-def test_the_layout_of_latents_is_that_of_the_models_calls(make):
-    model, inputs = made(make)
-    shape = (2, 4, *CELLS) if "num_frames" in inputs else inputs["hidden_states"].shape
-    assert layout_of(model, shape) == sf.VideoLayout.of(*CELLS)
-    layout = layout_of(use_sparse_flash(model, WINDOW, TILE), shape, text=TEXT)
-    assert (layout.grid, layout.tile, layout.prefix or layout.suffix) == (CELLS, TILE, TEXT)
-    assert sf.explain(WINDOW, layout=layout).layout == layout == layout_of(model, shape, TEXT)
-    with pytest.raises(ValueError, match=r"shape must be that of 5-D latents.*got \(2, 4\)"):
-        layout_of(model, (2, 4))
-
-
 def test_the_layout_follows_the_inputs():
-    model, inputs = made(wan)
+    model, inputs = made("wan")
     use_sparse_flash(model, "layout")
     for shape in ((1, 4, 3, 10, 14), (2, 4, 1, 16, 32), (1, 4, 5, 6, 4)):
         changed = {"hidden_states": torch.randn(shape), "encoder_hidden_states": torch.randn(shape[0], TEXT, 8)}
@@ -260,45 +220,30 @@ def test_the_layout_follows_the_inputs():
         close(run(model, inputs, **changed), run(restore(copy.deepcopy(model)), inputs, **changed))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@one_of_each
-def test_gradients_are_those_of_dense_attention_under_the_windows_pairs(make, checkpointing):
-    model, inputs = made(make)
-    other = copy.deepcopy(model)
-    if checkpointing:
-        model.enable_gradient_checkpointing()
-    use_sparse_flash(model.train(), WINDOW, TILE)
-    model(**inputs)[0].square().sum().backward()
-    with RasterPairs(WINDOW, make is cogvideox):
-        other(**inputs)[0].square().sum().backward()
-    grads = [(one.grad, two.grad) for one, two in zip(model.parameters(), other.parameters()) if two.grad is not None]
-    assert len(grads) > 20
-    for one, two in grads:
-        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3 * float(two.abs().max()) + 1e-4)
-
-
 needs_patterns_in_graphs = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="torch.compile takes patterns from PyTorch 2.13"
 )
-
-
-CHOSEN = "layout & sampled(16, budget=0.3, block=64)"
+COMPILED = {
+    "whole": lambda model: torch.compile(model, backend="eager", fullgraph=True),
+    "by blocks": lambda model: model.compile_repeated_blocks(backend="eager", fullgraph=True) or model,
+}
+IN_GRAPHS = [("wan", CHOSEN, "whole"), *((name, WINDOW, "whole") for name in ("hunyuan", "ltx", "cogvideox"))]
 
 
 @needs_patterns_in_graphs
-@pytest.mark.parametrize("make, spec", [(wan, CHOSEN), (hunyuan, WINDOW), (ltx, WINDOW), (cogvideox, WINDOW)])
-def test_one_graph_holds_the_whole_model(make, spec):
+@pytest.mark.parametrize("name, spec, how", [*IN_GRAPHS, ("wan", WINDOW, "by blocks")])
+def test_one_graph_holds_the_whole_model_or_a_block(name, spec, how):
     torch._dynamo.reset()
-    model, inputs = made(make, layers=1)
+    model, inputs = made(name, layers=2 if how == "by blocks" else 1)
     want = run(use_sparse_flash(model, spec, TILE), inputs)
-    close(run(torch.compile(model, backend="eager", fullgraph=True), inputs), want)
+    close(run(COMPILED[how](model), inputs), want)
 
 
 @needs_patterns_in_graphs
-@pytest.mark.parametrize("make, dense_steps", [(wan, 1), (mochi, 0)], ids=["wan, dense steps", "mochi"])
-def test_what_reads_values_breaks_the_graph(make, dense_steps):
+@pytest.mark.parametrize("name, dense_steps", [("wan", 1), ("mochi", 0)])
+def test_what_reads_values_breaks_the_graph(name, dense_steps):
     torch._dynamo.reset()
-    model, inputs = made(make, layers=1)
+    model, inputs = made(name, layers=1)
     first = {"timestep": torch.tensor([999, 999])}
     own, want = run(model, inputs, **first), run(use_sparse_flash(model, WINDOW, TILE), inputs)
     compiled = torch.compile(model, backend=(counter := CompileCounterWithBackend("eager")))
@@ -312,30 +257,8 @@ def test_what_reads_values_breaks_the_graph(make, dense_steps):
     assert counter.frame_count == graphs
 
 
-@needs_patterns_in_graphs
-def test_blocks_compile_one_by_one():
-    torch._dynamo.reset()
-    model, inputs = made(wan)
-    want = run(use_sparse_flash(model, WINDOW, TILE), inputs)
-    model.compile_repeated_blocks(backend="eager", fullgraph=True)
-    close(run(model, inputs), want)
-
-
-@pytest.mark.parametrize("make, fused_last", [(wan, True), (ltx, True), (wan, False), (ltx, False), (cogvideox, False)])
-def test_fused_projections_stay_fused(make, fused_last):
-    model, inputs = made(make)
-    want = run(use_sparse_flash(model, WINDOW, TILE), inputs)
-    if fused_last:
-        model.fuse_qkv_projections()
-    else:
-        restore(model).fuse_qkv_projections()
-        use_sparse_flash(model, WINDOW, TILE)
-    assert any(name.endswith("to_qkv") for name, _ in model.named_modules())
-    close(run(model, inputs), want)
-
-
 def test_another_attention_back_end_runs_the_dense_steps():
-    model, inputs = made(wan)
+    model, inputs = made("wan")
     first = {"timestep": torch.tensor([999, 999])}
     own, want = run(model, inputs, **first), run(use_sparse_flash(model, WINDOW, TILE), inputs)
     use_sparse_flash(model, WINDOW, TILE, dense_steps=1)
@@ -343,17 +266,6 @@ def test_another_attention_back_end_runs_the_dense_steps():
     close(run(model, inputs, **first), own)
     close(run(model, inputs), want)
     assert restore(model).blocks[0].attn1.processor._attention_backend.value == "_native_math"
-
-
-@pytest.mark.parametrize("tile, block", [(TILE, 64), ((2, 4, 8), 64), ((2, 8, 8), 128), ((4, 8, 8), 256)], ids=str)
-def test_a_block_of_a_table_is_a_tile_and_at_least_64_tokens(monkeypatch, tile, block):
-    model, inputs = made(wan)
-    own, sizes, attention = run(model, inputs), [], integration.attention
-    monkeypatch.setattr(
-        integration, "attention", lambda *args, **given: sizes.append(args[3].block_size) or attention(*args, **given)
-    )
-    close(run(use_sparse_flash(model, "layout", tile), inputs), own)
-    assert sizes == [block] * 2
 
 
 TIMES = (900, 800, 700, 600, 500, 400)
@@ -371,7 +283,7 @@ CACHES = {
     "mag": lambda: hooks.MagCacheConfig(num_inference_steps=6, mag_ratios=[1.0] * 6, retention_ratio=0.1, threshold=0.3),
 }
 # FasterCache itself takes no tokens without frames (LTX) and halves no pooled_projections (HunyuanVideo).
-CACHED = [(make, kind) for make in ONE_OF_EACH for kind in CACHES if (make, kind) not in ((ltx, "faster"), (hunyuan, "faster"))]
+CACHED = [(name, kind) for name in KINDS for kind in CACHES if (name, kind) not in (("ltx", "faster"), ("hunyuan", "faster"))]
 ORDERS = ["switched first", "cached first", "cached by its function"]
 
 
@@ -383,11 +295,9 @@ def sampled(model, inputs, times=TIMES):
     return outputs
 
 
-@pytest.mark.parametrize(
-    "make, kind, order", [(*case, order) for case, order in zip(CACHED, itertools.cycle(ORDERS), strict=False)]
-)
-def test_caches_hold_tokens_in_one_order_in_sparse_and_dense_steps(make, kind, order):
-    model, inputs = made(make)
+@pytest.mark.parametrize("name, kind, order", [(*case, order) for case, order in zip(CACHED, itertools.cycle(ORDERS))])
+def test_caches_hold_tokens_in_one_order_in_sparse_and_dense_steps(name, kind, order):
+    model, inputs = made(name)
     plain, own = sampled(copy.deepcopy(model), inputs), copy.deepcopy(model)
     own.enable_cache(CACHES[kind]())
     want = sampled(own, inputs)
@@ -409,7 +319,7 @@ def test_caches_hold_tokens_in_one_order_in_sparse_and_dense_steps(make, kind, o
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_switching_and_restoring_empty_the_caches(kind):
-    model, inputs = made(wan)
+    model, inputs = made("wan")
     own = copy.deepcopy(model)
     own.enable_cache(CACHES[kind]())
     want = sampled(own, inputs, TIMES[1:3])
@@ -446,64 +356,56 @@ CHANGES = {
     "bfloat16 weights": lambda model: model.enable_layerwise_casting(torch.bfloat16, torch.float32),
     "lora": with_lora,
     "fused lora": lambda model: with_lora(model, fused=True),
+    "fused projections": lambda model: model.fuse_qkv_projections(),
 }
-CHANGED = [*itertools.product((wan, hunyuan), CHANGES), *itertools.product((ltx, mochi, cogvideox), ["lora", "bfloat16 weights"])]
+CHANGED = [*itertools.product(KINDS, ["lora", "bfloat16 weights"])]
+CHANGED += itertools.product(["wan", "hunyuan"], ["groups of blocks", "groups of leaves", "accelerate", "fused lora"])
+CHANGED += itertools.product(["wan", "ltx", "cogvideox"], ["fused projections"])
 
 
-@pytest.mark.parametrize("make, change", CHANGED)
-def test_what_changes_modules_works_before_and_after_the_switch(make, change):
-    model, inputs = made(make)
+@pytest.mark.parametrize("name, change", CHANGED)
+def test_what_changes_modules_works_before_and_after_the_switch(name, change):
+    model, inputs = made(name)
     after, own = copy.deepcopy(model), copy.deepcopy(model)
     CHANGES[change](own)
     want = expected(own, inputs)
     CHANGES[change](model)
     close(run(use_sparse_flash(model, WINDOW, TILE), inputs), want)
-    use_sparse_flash(after, WINDOW, TILE)
-    CHANGES[change](after)
-    close(run(after, inputs), want)
+    if change == "fused projections":
+        assert any(part.endswith("to_qkv") for part, _ in model.named_modules())
+    if (name, change) != ("cogvideox", "fused projections"):  # which sets other attention processors
+        CHANGES[change](use_sparse_flash(after, WINDOW, TILE))
+        close(run(after, inputs), want)
 
 
-@each_model
-def test_a_saved_model_is_the_models_own(make, tmp_path):
-    model, inputs = made(make)
-    own = run(model, inputs)
-    use_sparse_flash(model, WINDOW, TILE).save_pretrained(tmp_path)
-    assert torch.equal(run(type(model).from_pretrained(tmp_path).eval(), inputs), own)
+OF_END = "layout & (local(9) | last_tokens(3))"
+UNFIT = [
+    ("hunyuan", OF_END, TILE, {}, "counts from the end"),
+    ("hunyuan", OF_END, (2, 8, 8), {}, "counts from the end"),
+    ("ltx", WINDOW, TILE, {"height": 4}, "got 105 tokens; tokens of conditions"),
+    ("ltx", WINDOW, TILE, {"num_frames": None, "video_coords": drawn(2, 3, TOKENS)}, "num_frames, height and width must be passed"),
+    ("cogvideox", WINDOW, TILE, {"attention_kwargs": {"attention_mask": torch.zeros(4, 1, 112)}}, "must be of padded text"),
+    ("wan", WINDOW, lambda *cells: sf.VideoLayout(*cells, TILE, prefix=1), {}, "without prefix and suffix"),
+]
 
 
-def test_context_parallelism_is_refused_in_either_order():
-    parallel = diffusers.ParallelConfig(context_parallel_config=diffusers.ContextParallelConfig(ulysses_degree=2))
-    model, inputs = made(wan)
-    use_sparse_flash(model, WINDOW, TILE)._parallel_config = parallel  # as enable_parallelism sets it
-    for switch in (lambda: None, lambda: use_sparse_flash(model, WINDOW, TILE)):
-        switch()
-        with pytest.raises(ValueError, match=r"must not be under context parallelism.*leave enable_parallelism out"):
-            run(model, inputs)
+@pytest.mark.parametrize("name, spec, layout, changed, message", UNFIT)
+def test_inputs_that_do_not_fit_are_errors(name, spec, layout, changed, message):
+    model, inputs = made(name)
+    use_sparse_flash(model, spec, layout)
+    with pytest.raises(ValueError, match=message):
+        run(model, inputs, **changed)
 
 
-def test_inputs_that_do_not_fit_are_errors():
-    for tile in (TILE, (2, 8, 8)):
-        model, inputs = made(hunyuan)
-        use_sparse_flash(model, "layout & (local(9) | last_tokens(3))", tile)
-        with pytest.raises(ValueError, match="counts from the end"):
-            run(model, inputs)
-    model, inputs = made(ltx)
-    use_sparse_flash(model, WINDOW, TILE)
-    with pytest.raises(ValueError, match="got 105 tokens; tokens of conditions"):
-        run(model, inputs, height=4)
-    with pytest.raises(ValueError, match="num_frames, height and width must be passed"):
-        run(model, inputs, num_frames=None, video_coords=torch.rand(2, 3, 105))
-    model, inputs = made(wan)
-    use_sparse_flash(model, WINDOW, lambda *cells: sf.VideoLayout(*cells, TILE, prefix=1))
-    with pytest.raises(ValueError, match="without prefix and suffix"):
-        run(model, inputs)
+def test_models_that_became_others_since_they_were_switched_are_errors():
+    model, inputs = made("wan")
     use_sparse_flash(model, WINDOW, TILE, dense_steps=1)
     with pytest.raises(ValueError, match="steps of sampling"):
         model.train()(**inputs)
+    parallel = diffusers.ParallelConfig(context_parallel_config=diffusers.ContextParallelConfig(ulysses_degree=2))
+    model._parallel_config = parallel  # as enable_parallelism sets it
+    with pytest.raises(ValueError, match=r"must not be under context parallelism.*leave enable_parallelism out"):
+        run(model, inputs)
     model.set_attn_processor(type(model.blocks[0].attn2.processor)())
     with pytest.raises(ValueError, match="were replaced"):
         run(model, inputs)
-    model, inputs = made(cogvideox)
-    use_sparse_flash(model, WINDOW, TILE)
-    with pytest.raises(ValueError, match="must be of padded text"):
-        run(model, inputs, attention_kwargs={"attention_mask": torch.zeros(4, 1, 112)})

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
+from test_diffusers import TILE, WINDOW, made, run
 from tiny_models import config_of, padded, transformers, words
 
-diffusers = pytest.importorskip("diffusers")
-
-from sparse_flash.integrations import diffusers as of_diffusers  # noqa: E402
-from sparse_flash.integrations import transformers as of_transformers  # noqa: E402
+from sparse_flash.integrations import diffusers as of_diffusers
+from sparse_flash.integrations import transformers as of_transformers
 
 CHOOSER = "causal & (sampled(8, keep=1, block=64) | sinks(4))"
 
@@ -52,22 +51,12 @@ def test_a_video_transformer_computes_all_its_layers_in_it(monkeypatch):
         return attention(*tensors, precision=precision, **options, backend="reference")
 
     monkeypatch.setattr(of_diffusers, "attention", on_a_cpu)
-    sizes = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 48,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 16,
-        "freq_dim": 16,
-    }
-    torch.manual_seed(0)
-    model = diffusers.WanTransformer3DModel(**sizes, ffn_dim=32, num_layers=2, rope_max_seq_len=32).bfloat16().eval()
-    text, latents = torch.randn(1, 5, 16).bfloat16(), torch.randn(1, 4, 4, 16, 16).bfloat16()
-    inputs = {"hidden_states": latents, "timestep": torch.tensor([500]), "encoder_hidden_states": text, "return_dict": False}
+    model, inputs = made("wan")
+    model.bfloat16()
+    inputs |= {name: inputs[name].bfloat16() for name in ("hidden_states", "encoder_hidden_states")}
     out = []
     for precision in ("fp8", None):
-        of_diffusers.use_sparse_flash(model, "tile_window(layout, (3, 3, 3))", (2, 4, 4), precision=precision)
-        with torch.no_grad():
-            out.append(model(**inputs)[0].float())
+        of_diffusers.use_sparse_flash(model, WINDOW, TILE, precision=precision)
+        out.append(run(model, inputs).float())
     assert called == ["fp8"] * 2 + [None] * 2
     assert not torch.equal(*out) and (out[0] - out[1]).norm() < 0.1 * out[1].norm()

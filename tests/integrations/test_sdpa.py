@@ -63,11 +63,3 @@ def test_masks_of_this_library_are_taken_as_well():
     inputs = tensors()
     for mask in ("causal & local(20)", sf.causal() & sf.local(20), sf.compile_mask("causal & local(20)", 150)):
         assert torch.equal(scaled_dot_product_attention(*inputs, mask), sf.attention(*inputs, "causal & local(20)"))
-
-
-@pytest.mark.parametrize("size, shape", [(16, (100, 70)), (64, (1, 3, 130, 128)), (128, (2, 2, 64, 200))], ids=str)
-def test_a_mask_from_a_tensor_keeps_its_pairs(size, shape):
-    for kept in (masked(*shape) & ~(torch.arange(shape[-1]) < 40), torch.zeros(shape, dtype=torch.bool)):
-        assert torch.equal(sf.BlockMask.from_dense(kept, size).to_dense().expand(kept.shape), kept)
-    mask = sf.compile_mask("causal & local(30)", 200, block_size=32)
-    assert sf.BlockMask.from_dense(mask.to_dense(), 32).equal(mask)

@@ -20,7 +20,7 @@ CACHES = {
     "none": lambda config: None,
     "dynamic": lambda config: transformers.DynamicCache(),
     "sliding": lambda config: transformers.DynamicCache(config=config),
-    "static": lambda config: transformers.StaticCache(config, max_cache_len=160),
+    "static": lambda config: transformers.StaticCache(config, max_cache_len=320),
 }
 PLAIN = {"do_sample": False, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
 RUNS = range(int(os.environ.get("SPARSE_FLASH_RUNS", 4)))

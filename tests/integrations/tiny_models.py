@@ -154,5 +154,21 @@ def padded(x: torch.Tensor, side: str, count: int = 6) -> torch.Tensor:
     return exist
 
 
-def close(ours, theirs) -> None:
-    torch.testing.assert_close(ours, theirs, atol=2e-4 * theirs.abs().max().item(), rtol=2e-4)
+def close(ours, theirs, least: float = 0.0) -> None:
+    """least: of the largest number, to which differences are compared."""
+    torch.testing.assert_close(ours, theirs, atol=2e-4 * max(theirs.abs().max().item(), least), rtol=2e-4)
+
+
+def outcome(model, inputs, seen=...) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What a model returns, of tokens that are seen, and the gradients of its parameters."""
+    model.zero_grad()
+    found = model(**inputs)[0][seen]
+    found.square().mean().backward()
+    return found.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def close_outcomes(ours, theirs) -> None:
+    close(ours[0], theirs[0])
+    largest = max(gradient.abs().max().item() for gradient in theirs[1])
+    for mine, right in zip(ours[1], theirs[1], strict=True):
+        close(mine, right, least=1e-3 * largest)  # that of a key's bias is 0 but for rounding
