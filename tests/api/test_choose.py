@@ -3,7 +3,6 @@
 import copy
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from unittest import mock
 
 import chosen
@@ -145,17 +144,6 @@ def test_given_scores_are_taken_and_none_nan_or_minus_infinity_is_kept(some, wit
     np.testing.assert_array_equal(dense(mask, q), definition(spec, q, k, scores.cpu().numpy()))
 
 
-def test_autocast_chooses_by_the_cast_tensors_and_rounds_no_product():
-    q, k, v = inputs(64 * 5, 64 * 5, head_dim=64)
-    rounded = [x.to(torch.bfloat16) for x in (q, k, v)]
-    for spec in EVERY.values():
-        wanted = sf.choose_blocks(spec, *rounded[:2]).kept_blocks()
-        with torch.autocast(DEVICE, torch.bfloat16):
-            for pair in ((q, k), (q, rounded[1]), rounded[:2]):
-                assert torch.equal(sf.choose_blocks(spec, *pair).kept_blocks(), wanted)
-            assert torch.equal(sf.attention(q, k, v, spec), sf.attention(*rounded, spec))
-
-
 @parametrize(
     "spec, compiles",
     [
@@ -198,34 +186,6 @@ def test_one_graph_serves_an_expression_at_all_lengths(spec):
         tensors = inputs(tokens, tokens, seed=tokens)
         torch.testing.assert_close(call(*tensors), sf.attention(*tensors, spec))
     assert counter.frame_count == 2  # for the first length, and for all others
-
-
-class Model(torch.nn.Module):
-    """Attention under an expression, or a mask that the program makes."""
-
-    def __init__(self, mask):
-        super().__init__()
-        self.mask = mask
-
-    def forward(self, q, k, v):
-        return sf.attention(q, k, v, self.mask if isinstance(self.mask, str) else self.mask(q, k))
-
-
-TOKENS = {name: {2: torch.export.Dim("tokens", min=2, max=4096)} for name in "qkv"}
-
-
-@parametrize(
-    "mask, strict",
-    [(SPEC, True), (SHARED, False), (partial(sf.topk_blocks, keep=1), False), (partial(sf.choose_blocks, SPEC), False)],
-    ids=["sampled", "shared", "topk_blocks", "choose_blocks"],
-)
-def test_exported_programs_choose_from_other_inputs_and_under_expressions_at_other_lengths(mask, strict):
-    model = Model(mask)
-    lengths, shapes = ((200, 70, 333), TOKENS) if isinstance(mask, str) else ((200,), None)
-    program = torch.export.export(model, inputs(), dynamic_shapes=shapes, strict=strict)
-    for tokens in lengths:
-        tensors = inputs(tokens, tokens, seed=tokens)
-        torch.testing.assert_close(program.module()(*tensors), model(*tensors))
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
