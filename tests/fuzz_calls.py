@@ -17,11 +17,10 @@ import oracle
 import torch
 from calls import TERMS, attention_call, name_of, terms_of
 from oracle import Sizes
-from strategies import of_any_length
+from strategies import BARE, attempt, of_any_length
 
 import sparse_flash as sf
-from sparse_flash import backends, patterns
-from sparse_flash.masks.fields import limits_of
+from sparse_flash import backends
 from sparse_flash.masks.grid import BLOCK_SIZES, BlockGrid
 from sparse_flash.variant.variant import build_variant
 
@@ -29,7 +28,6 @@ CALLS_PER_MASK = 8
 LONGEST = 700  # tokens
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HEAD_DIMS = (16, 32, 40, 64, 64, 80, 96, 128, 128, 192, 256)  # the common ones more often
-UNITS = (1, 2, 7, 16, 24, 32, 64, 100, 128, 300)
 
 
 @dataclass(frozen=True)
@@ -263,61 +261,11 @@ def expression(rng: random.Random, depth: int = 2) -> sf.Pattern:
     return ~expression(rng, depth - 1)
 
 
-# Twice, because most masks contain it.
-NAMES = [name for name in patterns.__all__ if name not in ("from_blocks", "from_mask_fn", "last_tokens", "shifted")] + ["causal"]
+# With causal twice, because most masks contain it.
+NAMES = (*BARE, "causal")
 
 
 def _leaf(rng: random.Random) -> sf.Pattern:
-    """A pattern of sequences of any length, with fields drawn by their types."""
-    name = rng.choice(NAMES)
-    while True:
-        try:
-            made = SPECIAL[name](rng) if name in SPECIAL else _by_its_fields(getattr(patterns, name), rng)
-        except ValueError:  # fields that do not go together
-            continue
-        return of_any_length(made)
-
-
-def _by_its_fields(cls: type, rng: random.Random) -> sf.Pattern:
-    _, limits = limits_of(cls)
-    in_units, given = any(limit.field == "block" for limit in limits), {}
-    for limit in limits:
-        if limit.field == "block":
-            given[limit.field] = rng.choice(UNITS)
-        elif limit.form == "share":
-            given[limit.field] = round(rng.uniform(0.01, 1), 2)
-        else:
-            number = rng.randint(limit.least, min(limit.most, 9 if in_units else 300))
-            given[limit.field] = None if limit.optional and rng.random() < 0.2 else number
-    return cls(**given)
-
-
-def _documents(rng: random.Random) -> sf.Pattern:
-    return sf.documents([0, *np.cumsum([rng.randint(1, 250) for _ in range(rng.randint(1, 6))]).tolist()])
-
-
-def _neighborhood(rng: random.Random) -> sf.Pattern:
-    extents = [rng.randint(1, 12) for _ in range(rng.randint(1, 3))]
-    window = [rng.randint(1, min(extent, 6)) for extent in extents]
-    stride, dilation = [rng.randint(1, w) for w in window], [rng.randint(1, s // w) for s, w in zip(extents, window, strict=True)]
-    return sf.neighborhood(extents, window, *rng.choice([(), (stride, dilation, [rng.random() < 0.5 for _ in extents])]))
-
-
-def _layout(rng: random.Random) -> sf.VideoLayout:
-    return sf.VideoLayout(rng.randint(1, 3), rng.randint(1, 12), rng.randint(1, 12), (1, 4, 4), rng.randint(0, 40))
-
-
-def _tile_window(rng: random.Random) -> sf.Pattern:
-    layout = _layout(rng)
-    return sf.tile_window(layout, [rng.randint(1, tiles) for tiles in layout.tile_grid])
-
-
-# Patterns whose fields their types do not say.
-SPECIAL: dict[str, Callable[[random.Random], sf.Pattern]] = {
-    "documents": _documents,
-    "neighborhood": _neighborhood,
-    "video_layout": _layout,
-    "tile_window": _tile_window,
-    "frame_window": lambda rng: sf.frame_window(_layout(rng), rng.randint(1, 3), rng.randint(0, 3)),
-    "radial": lambda rng: sf.radial(_layout(rng), rng.randint(0, 3)),
-}
+    while (pattern := attempt(rng.choice(NAMES), rng)) is None:
+        pass
+    return of_any_length(pattern)

@@ -18,13 +18,13 @@ import pytest
 import torch
 from accepted import DEVICE, fitted
 from hypothesis import currently_in_test_context, reject
+from strategies import dense
 
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.kernels.common.layout import empty_out
 from sparse_flash.masks import document_blocks, table
 from sparse_flash.masks import tall as tall_rows
-from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.masks.pattern import PerHead
 
 BACKENDS = ("torch", "triton", "hopper", "reference")
@@ -145,9 +145,7 @@ def kept_pairs(pattern, mask, q_len: int, kv_len: int) -> torch.Tensor:
         return torch.ones(q_len, kv_len, dtype=torch.bool)
     if pattern is None:
         return mask.to_dense().cpu()
-    grid = BlockGrid(q_len, kv_len, 16)
-    q, kv = torch.arange(q_len).numpy() + grid.offset, torch.arange(kv_len).numpy()
-    return torch.from_numpy(pattern.token_rule(q[:, None], kv[None, :]).copy()).expand(q_len, kv_len)
+    return torch.from_numpy(dense(pattern, q_len, kv_len).copy())
 
 
 def existing(tokens: int, starts=None, lens=None) -> torch.Tensor:

@@ -95,19 +95,6 @@ def test_blocks_of_a_table_are_right_where_each_call_takes_few(monkeypatch, name
     check("torch", pattern, q_len, kv_len, **{"heads": 4, "block_size": size, "lse_gradient": False} | options)
 
 
-def test_a_window_is_computed_in_few_calls_whatever_its_length(monkeypatch):
-    monkeypatch.setattr(aten_cpu, "_GATHERED", 1 << 30)
-    calls, kernel = [], aten_cpu.forward
-    monkeypatch.setattr(aten_cpu, "forward", lambda *args, **kwargs: calls.append(args[0].shape[0]) or kernel(*args, **kwargs))
-    counts = []
-    for length in (512, 2048):
-        sf.attention(*leaves(length, head_dim=4), sf.compile_mask("causal & local(70)", length, block_size=32), backend="torch")
-        counts.append(len(calls))
-        assert sum(calls) == length // 32
-        calls.clear()
-    assert counts[0] == counts[1] <= 4
-
-
 @on_cpu
 def test_tables_kept_with_a_mask_serve_every_dtype_and_group_and_end_with_it():
     mask = sf.compile_mask("causal & local(40)", 200, block_size=32)
