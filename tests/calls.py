@@ -20,6 +20,7 @@ from oracle import assert_right as assert_right
 from oracle import sizes_for as sizes_for
 from picked import drawn_picks, kept_by_picks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import linear
 
 import sparse_flash as sf
 from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
@@ -505,25 +506,59 @@ def blocks(sizes: Sizes) -> Call:
     return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, pairs), (kept,))
 
 
+def turned(x: torch.Tensor, base: float | None) -> torch.Tensor:
+    """Rotary embedding by its definition: pairs as complex numbers, turned by position / base^(2 i / head_dim)."""
+    if base is None:
+        return x
+    half = x.shape[3] // 2
+    position, pair = (torch.arange(n, device=x.device).double() for n in (x.shape[2], half))
+    angle = position[:, None] * base ** (-2 * pair / x.shape[3])
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([pairs.real, pairs.imag], 3).to(x.dtype)
+
+
+# Options of a layer: which of them a seed takes. Those that choose turn nothing, so that rounding decides nothing.
+LAYERS = (
+    {"mask": SPEC, "rotary_base": None},
+    {"mask": None, "bias": True},
+    {"mask": "causal", "rotary_base": 500.0, "v_head_dim": 20},
+    {"mask": SPEC, "bias": True, "v_head_dim": 8},
+    {"mask": "causal & (sampled(4, keep=1, block=64) | sinks(2))", "rotary_base": None},
+    {"select": {"keep": 3, "block_size": 16, "share_group": True, "always": "sinks(2)"}, "rotary_base": None},
+)
+
+
 def layer(sizes: Sizes) -> Call:
     """``SparseAttention``: from x and the weights of its projections."""
-    generator = torch.Generator().manual_seed(sizes.seed)
+    generator, options = torch.Generator().manual_seed(sizes.seed), LAYERS[sizes.seed % len(LAYERS)]
     width = 3 * sizes.heads * 4
-    module = sf.SparseAttention(width, sizes.heads, kv_heads=sizes.kv_heads, mask=SPEC, rotary_base=None, backend=sizes.backend).to(
-        DEVICE, sizes.dtype
-    )
+    module = sf.SparseAttention(width, sizes.heads, kv_heads=sizes.kv_heads, backend=sizes.backend, **options)
+    module = module.to(DEVICE, sizes.dtype)
     names, weights = zip(*module.named_parameters(), strict=True)
     x = torch.randn(sizes.batch, sizes.q_len, width, generator=generator).to(DEVICE, sizes.dtype)
     weights = tuple(torch.randn(w.shape, generator=generator).to(w) * width**-0.5 for w in weights)
-    kept = kept_by(SPEC, sizes.q_len, sizes.q_len)
+
+    def projected(x, of):
+        dims = {"q": module.head_dim, "k": module.head_dim, "v": module.v_head_dim}
+        applied = {name: linear(x, of[f"{name}_proj.weight"], of.get(f"{name}_proj.bias")) for name in dims}
+        q, k, v = (applied[name].unflatten(2, (-1, dim)).transpose(1, 2) for name, dim in dims.items())
+        return turned(q, module.rotary_base), turned(k, module.rotary_base), v
+
+    q, k, _ = projected(x, dict(zip(names, weights, strict=True)))
+    if "select" in options:
+        kept = sf.topk_blocks(q, k, every=1, **options["select"]).to_dense().repeat_interleave(sizes.heads // sizes.kv_heads, 1)
+    elif "sampled" in str(options["mask"]):
+        kept = sf.choose_blocks(options["mask"], q, k).to_dense()
+    else:
+        kept = kept_by(options["mask"], sizes.q_len, sizes.q_len)
 
     def run(x, *weights):
         return (torch.func.functional_call(module, dict(zip(names, weights, strict=True)), (x,)),)
 
     def define(x, *weights):
         of = dict(zip(names, weights, strict=True))
-        q, k, v = (torch.unflatten(x @ of[f"{name}_proj.weight"].mT, 2, (-1, module.head_dim)).transpose(1, 2) for name in "qkv")
-        return (dense_attention(q, k, v, kept)[0].transpose(1, 2).flatten(2) @ of["out_proj.weight"].mT,)
+        out, _ = dense_attention(*projected(x, of), kept)
+        return (linear(out.transpose(1, 2).flatten(2), of["out_proj.weight"], of.get("out_proj.bias")),)
 
     return Call((x, *weights), run, define)
 

@@ -19,6 +19,8 @@ import torch
 from accepted import DEVICE, fitted
 from hypothesis import currently_in_test_context, reject
 from strategies import dense
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -126,6 +128,19 @@ def poisoned_memory():
     # Its first compilation lists PyTorch's functions: were they poisoned then, it would know the real ones no more.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.trace_rules.clear_lru_cache()
+
+
+class Watching(TorchDispatchMode):
+    """Within it, a function is called with each operation, its arguments and the tensors that it returns."""
+
+    def __init__(self, see: Callable):
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.see(function, args, [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+        return result
 
 
 @contextmanager

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from calls import ENTRIES, Call, Sizes, assert_right, replayed
-from oracle import DEVICE, LAYOUTS
+from oracle import DEVICE, LAYOUTS, Watching
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -132,21 +131,6 @@ def test_exported_programs_hold_operators_and_take_other_numbers_and_lengths(ent
         assert_same(program.module()(*each.inputs, *each.others), each())
 
 
-class Operators(TorchDispatchMode):
-    """The calls of the package's operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "sparse_flash":
-            # Backward passes are not differentiable again.
-            seen = tree_map_only(torch.Tensor, torch.Tensor.detach, args) if "backward" in str(function) else args
-            self.seen.setdefault(function, (seen, kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-
 CHECKED: set[tuple] = set()  # operators, with the kinds of their arguments
 
 
@@ -156,11 +140,19 @@ def kind_of(argument):
 
 @every_entry
 def test_operators_pass_opcheck(entry):
-    with Operators() as operators:
+    calls = {}
+
+    def see(function, args, results):
+        if function.namespace == "sparse_flash":
+            # Backward passes are not differentiable again.
+            args = tree_map_only(torch.Tensor, torch.Tensor.detach, args) if "backward" in str(function) else args
+            calls.setdefault(function, args)
+
+    with Watching(see):
         make(entry).outcome()
-    assert operators.seen
-    for operator, (args, kwargs) in operators.seen.items():
-        kinds = operator, str(tree_map(kind_of, (args, kwargs)))
+    assert calls
+    for operator, args in calls.items():
+        kinds = operator, str(tree_map(kind_of, args))
         if kinds in CHECKED:
             continue
         CHECKED.add(kinds)
@@ -169,7 +161,7 @@ def test_operators_pass_opcheck(entry):
             checks.append("test_aot_dispatch_dynamic")
         if not any(isinstance(t, torch.Tensor) and t.dtype == torch.float8_e4m3fn for t in args):  # which it multiplies
             checks.append("test_schema")
-        torch.library.opcheck(operator, args, kwargs, test_utils=checks)
+        torch.library.opcheck(operator, args, test_utils=checks)
 
 
 @every_entry

@@ -141,17 +141,6 @@ def test_a_growing_cache_compiles_its_pattern_seldom():
     assert compilations[:3] == [True, False, False] and sum(compilations) <= 3
 
 
-@needs_triton
-@parametrize("dim", [16, 32, 64, 128, 256])
-def test_a_combining_program_holds_as_many_splits_as_its_registers_and_its_compiler_bear(dim):
-    from sparse_flash.kernels.portable import decode as kernels
-
-    # Their code is unrolled: with 256 splits, of one row of 16 numbers each, compiling took minutes.
-    for rows in (1, 2, 8, 64):
-        splits = kernels.combined_at_a_time(rows, dim)
-        assert 1 <= splits <= 32 and (splits == 1 or splits * rows * dim <= 4096)
-
-
 @parametrize("q_len, spec", [(1, None), (33, None), (1, "causal & local(300)"), (33, "causal & strided(9, block=64)")])
 def test_attention_itself_shares_few_queries_among_programs_and_is_differentiable(q_len, spec, monkeypatch):
     triton, kv_len = backends.get_backend("triton"), 2100 if DEVICE == "cuda" else 600

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import DEVICE, check
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from oracle import DEVICE, Watching, check
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -110,19 +108,6 @@ def test_tables_kept_with_a_mask_serve_every_dtype_and_group_and_end_with_it():
 # Other systems. No such machine was available: these tests prove what is chosen, and which operations it uses.
 
 
-class DataTypes(TorchDispatchMode):
-    """The dtypes that operations return."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.seen |= {leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
-        return result
-
-
 @parametrize("interpreted", [False, True])
 @parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_auto_takes_the_torch_back_end_on_mps(monkeypatch, dtype, interpreted):
@@ -145,7 +130,8 @@ def test_other_devices_operations_make_no_float64_which_mps_does_not_have(monkey
     q, k, v = (t.detach() for t in leaves(70, kv_heads=2, dtype=dtype))
     slopes, bias = torch.ones(4), torch.zeros(4, 9, requires_grad=True)
     options = {"dropout_p": 0.3, "softcap": 5.0, "alibi_slopes": slopes, "rel_bias": bias, "kv_lens": torch.tensor([70, 9])}
-    with torch.no_grad(), DataTypes() as types:
+    seen: set[torch.dtype] = set()
+    with torch.no_grad(), Watching(lambda function, args, results: seen.update(t.dtype for t in results)):
         for mask in (None, "causal", "causal & strided(7, block=1)"):
             mask = mask and sf.compile_mask(mask, 70, block_size=32)
             for variant in (None, build_variant(q, k, **options)):
@@ -153,4 +139,4 @@ def test_other_devices_operations_make_no_float64_which_mps_does_not_have(monkey
                 for dlse in (None, lse):
                     torch_backend.backward(out, dlse, q, k, v, out, lse, mask, 0.2, False, variant)
             torch_backend.decode(q[:, :, -3:], k, v, mask, torch.tensor([70, 9]), None, True, 0.2, None, None, None)
-    assert torch.float32 in types.seen and torch.float64 not in types.seen
+    assert torch.float32 in seen and torch.float64 not in seen

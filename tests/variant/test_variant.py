@@ -270,14 +270,14 @@ class Times(torch.nn.Module):
         return score * self.factor
 
 
-def times(factor):
-    def score_mod(score, batch, head, q_pos, k_pos, params):
-        return score * factor
+CALLED = {
+    "module": Times,
+    "partial": lambda factor: partial(Times(factor).forward),
+    "closure": lambda factor: lambda score, batch, head, q_pos, k_pos, params: score * factor,
+}
 
-    return score_mod
 
-
-@parametrize("make", [Times, lambda factor: partial(Times(factor).forward), times], ids=["module", "partial", "closure"])
+@parametrize("make", CALLED.values(), ids=CALLED)
 def test_what_can_be_called_is_a_score_function_and_two_of_one_name_are_kept_apart_under_compile(make):
     q, k, v, _ = inputs()
     two, three = (sf.ScoreFunction(make(factor)) for factor in (2.0, 3.0))
@@ -304,47 +304,19 @@ def test_hopper_names_what_it_lacks_and_nothing_else(name, deterministic):
         assert reason == supports(make_call(q, k))
 
 
-BIAS = torch.nn.Parameter(torch.zeros(HEADS, device=DEVICE))
+def test_a_score_function_that_reads_a_learned_tensor_is_refused_where_its_gradient_would_be_missing():
+    (q, k, v, _), bias = inputs(), torch.zeros(HEADS, device=DEVICE, requires_grad=True)
+    learned, frozen = (sf.ScoreFunction(lambda s, b, h, i, j, p, bias=bias: s + bias[h]) for bias in (bias, bias.detach()))
 
+    def attend(q, score_mod=learned):
+        return sf.attention(q, k, v, score_mod=score_mod, backend="torch")
 
-class Reading(torch.nn.Module):
-    """Functions of scores that read a tensor in all ways but as an argument."""
-
-    def __init__(self, bias):
-        super().__init__()
-        self.bias, self.listed = bias, torch.nn.ParameterList([bias])
-
-    def forward(self, score, batch, head, q_pos, k_pos, params):
-        return score + self.bias[head]
-
-    def functions(self):
-        bias, holder, shift = self.bias, self, lambda head: self.bias[head]
-        return {
-            "a closure": lambda s, b, h, i, j, p: s * bias[h],
-            "a global": lambda s, b, h, i, j, p: s * BIAS[h],
-            "a default": lambda s, b, h, i, j, p, bias=bias: s * bias[h],
-            "an attribute": lambda s, b, h, i, j, p: s * holder.bias[h],
-            "a list": lambda s, b, h, i, j, p: s * holder.listed[0][h],
-            "a function called": lambda s, b, h, i, j, p: s + shift(h),
-            "a function within": lambda s, b, h, i, j, p: (lambda: s + bias[h])(),
-            "a method": self.forward,
-            "a callable": self,
-            "a partial": partial(lambda bias, s, b, h, i, j, p: s * bias[h], bias),
-        }
-
-
-@parametrize("way", Reading(BIAS).functions())
-def test_a_score_function_that_reads_a_learned_tensor_is_refused_where_its_gradient_would_be_missing(way):
-    q, k, v, _ = inputs()
-    learned = sf.ScoreFunction(Reading(BIAS.requires_grad_()).functions()[way])
-    compiled = torch.compile(lambda *qkv: sf.attention(*qkv, score_mod=learned, backend="torch"), backend="eager", fullgraph=True)
-    for call in (lambda *qkv: sf.attention(*qkv, score_mod=learned), compiled):
+    for call in (attend, torch.compile(attend, backend="eager", fullgraph=True)):
         with pytest.raises(Exception, match=r"score_mod must read no tensor that requires a gradient.*rel_bias"):
-            call(q, k, v)
+            call(q)
     with torch.no_grad():
-        sf.attention(q, k, v, score_mod=learned, backend="torch")
-    frozen = sf.ScoreFunction(Reading(BIAS.requires_grad_(False)).functions()[way])
-    sf.attention(q, k, v, score_mod=frozen, backend="torch")
+        attend(q)
+    attend(q, frozen)
 
 
 @parametrize("far", [2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1])
