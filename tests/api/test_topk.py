@@ -9,17 +9,16 @@ import strategies
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import DEVICE, LAYOUTS, tensor
+from oracle import DEVICE, LAYOUTS, Sizes, normal
 
 import sparse_flash as sf
 
 parametrize = pytest.mark.parametrize
 
 
-def inputs(q_len, kv_len, *, batch=1, heads=2, kv_heads=2, head_dim=8, dtype=torch.float32, layout="heads first", seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (batch, heads, q_len, head_dim), (batch, kv_heads, kv_len, head_dim)
-    return [tensor(shape, layout, dtype=dtype, generator=generator) for shape in shapes]
+def inputs(q_len, kv_len, **given):
+    few = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8}
+    return normal(Sizes(q_len=q_len, kv_len=kv_len, **few | given))[:2]
 
 
 def definition(q, k, keep, size, within, always, share_group):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from calls import one_rank
-from oracle import DEVICE, tensor
+from oracle import DEVICE, Sizes, normal
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
@@ -25,13 +25,12 @@ def forget_compiled_code():
     torch._dynamo.reset()
 
 
-def inputs(tokens=TOKENS, device=DEVICE):
-    generator = torch.Generator().manual_seed(tokens)
-    return [tensor((1, 2, tokens, 16), device=device, generator=generator).requires_grad_() for _ in range(3)]
+def inputs(tokens=TOKENS):
+    return [t.requires_grad_() for t in normal(Sizes(batch=1, heads=2, q_len=tokens, kv_len=tokens, seed=tokens))]
 
 
 def plain_inputs(tokens=TOKENS, device=DEVICE):
-    return [t.detach() for t in inputs(tokens, device)]
+    return [t.detach().to(device) for t in inputs(tokens)]
 
 
 def compiled(function):

@@ -21,7 +21,7 @@ from calls import (
     own_in_torch,
     surviving,
 )
-from oracle import BACKENDS, DEVICE, dense_attention, make_call, normal, sizes_for, unless_refused
+from oracle import BACKENDS, DEVICE, dense_attention, inputs_of, make_call, normal, sizes_for, unless_refused
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -80,11 +80,9 @@ def test_the_torch_back_end_is_right_where_a_row_takes_many_pieces(monkeypatch, 
     assert_right(attention_with_terms(sizes, table), "torch")
 
 
-def inputs(dtype=torch.float32, q_len=70, kv_len=90, head_dim=16, kv_heads=KV_HEADS):
+def inputs(dtype=torch.float32, head_dim=16, **lengths):
     """q, k, v and an incoming gradient, for two batch entries."""
-    shape = {"q_len": q_len, "kv_len": kv_len, "head_dim": head_dim, "v_head_dim": head_dim, "kv_heads": kv_heads}
-    q, k, v = normal(replace(SIZES, dtype=dtype, **shape))
-    return q, k, v, torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
+    return inputs_of(replace(SIZES, dtype=dtype, head_dim=head_dim, v_head_dim=head_dim, **lengths))
 
 
 @needs_triton
