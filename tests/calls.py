@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
-import pytest
 import torch
 import torch.distributed as dist
-from accepted import DEVICE, fitted
-from hypothesis import currently_in_test_context, reject
-from oracle import SEED, Call, dense_attention, existing, kept_pairs, no_host_synchronization, tensor
+from accepted import DEVICE
+from oracle import SEED, SPEC, Call, Sizes, dense_attention, existing, inputs_of, kept_by, no_host_synchronization, normal, table_of
 from oracle import assert_right as assert_right
-from picked import attention_over_picks, drawn_picks, kept_by_picks
+from oracle import sizes_for as sizes_for
+from picked import drawn_picks, kept_by_picks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import linear
 
 import sparse_flash as sf
-from sparse_flash import backends
 from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
-from sparse_flash.masks.pattern import PerHead
 from sparse_flash.variant.definition import Pairs, kept_by_dropout
 from sparse_flash.variant.variant import build_variant
 
@@ -35,43 +32,6 @@ try:
     import triton.language as tl
 except ImportError:
     triton = None
-
-SPEC = "causal & (local(20) | sinks(3))"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a call. backend: "auto", or the name of a back end, where the call takes one. layout: see ``oracle.tensor``. The rest
-    matters to some calls. spec: of the mask, a Pattern or text. block_size: of a table. terms: names of ``terms_of``. lens, k_lens:
-    tokens of each document, or of each sequence in a cache. queries: of a decoding call. page: tokens of a page."""
-
-    batch: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    q_len: int = 70
-    kv_len: int = 70
-    head_dim: int = 16
-    v_head_dim: int = 16
-    dtype: torch.dtype = torch.float32
-    layout: str = "heads first"
-    backend: str = "auto"
-    seed: int = 0
-    spec: sf.Pattern | str | None = SPEC
-    block_size: int = 64
-    terms: tuple[str, ...] = ("kv_lens", "softcap", "alibi", "bias", "sinks")
-    scale: float | None = None
-    deterministic: bool | None = None
-    lens: tuple[int, ...] | None = None
-    k_lens: tuple[int, ...] | None = None
-    queries: int = 3
-    page: int | None = None
-
-    def options(self) -> dict:
-        return {"scale": self.scale, "backend": self.backend, "return_lse": True}
-
-
-def is_interpreted(backend: str) -> bool:
-    return backend == "triton" and DEVICE == "cpu"
 
 
 def replayed(step: Callable[[], list], change: Callable[[], object]):
@@ -103,67 +63,6 @@ class Counted(sf.Pattern):
     def token_rule(self, q, kv):
         self.evaluations.append(kv)
         return (abs(q - kv) < 64) & ((q + kv) % 3 > 0)
-
-
-@contextmanager
-def unless_refused():
-    """Drops an example that the back end refuses; skips a test of one call, with the back end's reason."""
-    try:
-        yield
-    except ValueError as error:
-        if "cannot run this call" not in str(error):
-            raise
-        if currently_in_test_context():
-            reject()
-        pytest.skip(str(error))
-
-
-def sizes_for(backend: str, **given) -> Sizes:
-    """The usual sizes with changes, in the dtype, head dimensions and blocks that the back end accepts. Skips without it."""
-    if backend != "auto" and (reason := backends.get_backend(backend).why_unavailable()):
-        pytest.skip(f"{backend}: {reason}")
-    asked = {name: given[name] for name in ("dtype", "head_dim", "v_head_dim", "block_size") if name in given}
-    usual = {"dtype": torch.float32, "head_dim": 16, "block_size": 32}
-    usual = {name: value for name, value in usual.items() if name not in asked}
-    asked |= fitted("torch" if backend == "auto" else backend, usual, **asked)
-    # Triton's interpreter takes a second where others take a millisecond.
-    few = {"heads": 2, "kv_heads": 1, "q_len": 40, "kv_len": 40} if is_interpreted(backend) else {}
-    return replace(Sizes(backend=backend), **{"v_head_dim": asked["head_dim"]} | few | given | asked)
-
-
-def normal(sizes: Sizes) -> list[torch.Tensor]:
-    """q, k and v."""
-    generator = torch.Generator().manual_seed(sizes.seed)
-    keys = sizes.batch, sizes.kv_heads, sizes.kv_len
-    shapes = (sizes.batch, sizes.heads, sizes.q_len, sizes.head_dim), (*keys, sizes.head_dim), (*keys, sizes.v_head_dim)
-    return [tensor(shape, sizes.layout, dtype=sizes.dtype, generator=generator) for shape in shapes]
-
-
-def kept_by(spec: sf.Pattern | str | None, q_len: int, kv_len: int) -> torch.Tensor:
-    """(q_len, kv_len) bool; (heads, q_len, kv_len) for a mask of each head."""
-    if not q_len or not kv_len:
-        return torch.ones(q_len, kv_len, dtype=torch.bool, device=DEVICE)
-    pattern = sf.parse(spec) if isinstance(spec, str) else spec
-    if isinstance(pattern, PerHead):
-        return torch.stack([kept_by(one, q_len, kv_len) for one in pattern.patterns])
-    return kept_pairs(pattern, None, q_len, kv_len).to(DEVICE)
-
-
-def attention(sizes: Sizes) -> Call:
-    def run(q, k, v):
-        return sf.attention(q, k, v, sizes.spec, deterministic=sizes.deterministic, **sizes.options())
-
-    kept = kept_by(sizes.spec, sizes.q_len, sizes.kv_len)
-    return Call(tuple(normal(sizes)), run, lambda q, k, v: dense_attention(q, k, v, kept, sizes.scale))
-
-
-def attention_under_a_table(sizes: Sizes) -> Call:
-    mask = sf.compile_mask(
-        sf.full() if sizes.spec is None else sizes.spec, sizes.q_len, sizes.kv_len, block_size=sizes.block_size, device=DEVICE
-    )
-    mask = replace(mask, coarse=None)  # else a GPU never sees small blocks
-    options = {"deterministic": sizes.deterministic, **sizes.options()}
-    return replace(attention(sizes), run=lambda *t: sf.attention(*t, mask, **options))
 
 
 if triton:
@@ -201,14 +100,23 @@ def every_term(sizes: Sizes) -> dict[str, dict]:
     def shares(tokens, *shares):
         return torch.tensor([round(share * tokens) for share in (shares * batch)[:batch]], dtype=torch.int64, device=DEVICE)
 
+    def drawn(tokens, past=0):
+        """Often where something begins or ends."""
+        ends = torch.tensor([0, 1, tokens // 2, tokens - 1, tokens, tokens + past]).clamp(0, tokens + past)
+        at_ends = ends[torch.randint(6, (batch,), generator=generator)]
+        anywhere = torch.randint(tokens + 1, (batch,), generator=generator)
+        return torch.where(torch.rand(batch, generator=generator) < 0.3, at_ends, anywhere).to(DEVICE)
+
     queries, keys = partial(shares, sizes.q_len), partial(shares, sizes.kv_len)
     ends = {"kv_lens": keys(0.2, 0.9), "q_lens": queries(0.8, 0.0)}
+    far = torch.tensor([2**32 + 5, 2**31 - 1] * batch, device=DEVICE)[:batch]  # in int32, these are past the tokens no more
     return {
         "kv_lens": {"kv_lens": keys(0.46, 1.0)},
         "kv_lens of nothing": {"kv_lens": keys(0.0, 9.0)},
         "q_lens": {"q_lens": queries(1.0, 0.45).int()},
         "starts": {"kv_starts": keys(0.55, -0.05), "q_starts": queries(0.45, 0.9).int()},
         "lengths": {"kv_starts": keys(0.1, 0.55), "q_starts": queries(0.13, 0.0), **ends},
+        "far lengths": {"kv_lens": far, "q_lens": far + 1, "kv_starts": -far, "q_starts": -far - 1},
         "dropout": {"dropout_p": 0.25},
         "softcap": {"softcap": 5.0},
         "small softcap": {"softcap": 0.7},
@@ -226,6 +134,10 @@ def every_term(sizes: Sizes) -> dict[str, dict]:
         },
         "sinks": {"sinks": normal(heads).requires_grad_()},
         "no sinks": {"sinks": normal(heads).fill_(float("-inf")).requires_grad_()},
+        "drawn q_starts": {"q_starts": drawn(sizes.q_len)},
+        "drawn q_lens": {"q_lens": drawn(sizes.q_len, past=9)},
+        "drawn kv_starts": {"kv_starts": drawn(sizes.kv_len)},
+        "drawn kv_lens": {"kv_lens": drawn(sizes.kv_len, past=9)},
     }
 
 
@@ -246,33 +158,41 @@ def surviving(q, k, dropout_p: float, seed: int = SEED) -> torch.Tensor:
     return kept_by_dropout(build_variant(q, k, dropout_p=dropout_p), Pairs.all(q, k))
 
 
-def attention_call(inputs, mask, kept: torch.Tensor, given: dict, scale: float | None, **options) -> Call:
-    """Of q, k and v. kept: the mask by definition, broadcastable to the scores. given: terms; what of it requires a gradient is
-    learned. options: of ``attention``."""
-    q, k, v = inputs
+def attention_call(sizes: Sizes, mask, kept: torch.Tensor) -> Call:
+    """Of q, k and v under a mask, with terms; what of these requires a gradient is learned. kept: the mask by definition,
+    broadcastable to the scores."""
+    (q, k, v, dout), given = inputs_of(sizes), terms_of(sizes)
     learned = [name for name in ("rel_bias", "sinks") if name in given and given[name].requires_grad]
     lens = {name: given[name] for name in LENGTHS if name in given}
     fixed = {name: value for name, value in given.items() if name not in (*learned, *lens)}
     survives = surviving(q, k, fixed["dropout_p"]) if "dropout_p" in fixed else None
+    options = {"deterministic": sizes.deterministic, **sizes.options()}
 
     def run(q, k, v, *rest):
-        of_rest = dict(zip((*learned, *lens), rest, strict=True))
-        return sf.attention(q, k, v, mask, scale=scale, return_lse=True, **options, **fixed, **of_rest)
+        return sf.attention(q, k, v, mask, **options, **fixed, **dict(zip((*learned, *lens), rest, strict=True)))
 
     def define(q, k, v, *rest):
-        return dense_attention(q, k, v, kept, scale, survives=survives, **fixed, **lens, **dict(zip(learned, rest, strict=True)))
+        of_rest = dict(zip(learned, rest, strict=True))
+        return dense_attention(q, k, v, kept, sizes.scale, survives=survives, **fixed, **lens, **of_rest)
 
     queries = ~existing(q.shape[2], lens.get("q_starts"), lens.get("q_lens"))[:, None, :, None]
     keys = ~existing(k.shape[2], lens.get("kv_starts"), lens.get("kv_lens"))[:, None, :, None]
-    of_terms = [given[name].detach() for name in learned]
-    return Call((q, k, v, *of_terms), run, define, tuple(lens.values()), hidden=(queries, keys, keys) if lens else ())
+    of_terms, hidden = [given[name].detach() for name in learned], (queries, keys, keys) if lens else ()
+    return Call((q, k, v, *of_terms), run, define, tuple(lens.values()), hidden=hidden, dout=dout)
 
 
 def attention_with_terms(sizes: Sizes, mask: sf.BlockMask | None = None) -> Call:
     """Lengths, dropout, a soft cap, slopes, a function of scores, a bias and sinks; bias and sinks are learned. mask: the table, if
     it is not the usual one."""
-    kept, options = kept_by(sizes.spec, sizes.q_len, sizes.kv_len), {"deterministic": sizes.deterministic, "backend": sizes.backend}
-    return attention_call(normal(sizes), mask or sizes.spec, kept, terms_of(sizes), sizes.scale, **options)
+    return attention_call(sizes, mask or sizes.spec, kept_by(sizes.spec, sizes.q_len, sizes.kv_len))
+
+
+def attention(sizes: Sizes) -> Call:
+    return attention_with_terms(replace(sizes, terms=()))
+
+
+def attention_under_a_table(sizes: Sizes) -> Call:
+    return attention_with_terms(replace(sizes, terms=()), table_of(sizes))
 
 
 def one_rank(device: str = DEVICE):
@@ -352,49 +272,66 @@ def in_pages(t: torch.Tensor, size: int, unused: float | bool = 0) -> tuple[torc
     return stored, order.view(batch, tokens // size).int()
 
 
-def decode(sizes: Sizes, mask: sf.BlockMask | None = None) -> Call:
-    """The last queries of sequences of different lengths, over a cache in one piece, or in pages if there is a size of them. mask:
-    the table, if the call gets one."""
-    sizes = replace(sizes, batch=len(sizes.lens)) if sizes.lens else sizes
-    q, k, v = normal(replace(sizes, q_len=min(sizes.q_len, sizes.queries)))
+@dataclass(frozen=True)
+class Cache:
+    """Of a decoding call. sizes: of the call. q: the last queries of each sequence. k, v: whole. starts, lens: of each sequence, in
+    k and v. held: the arguments that hold these. hidden: what of each no result depends on."""
+
+    sizes: Sizes
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    starts: torch.Tensor
+    lens: torch.Tensor
+    held: dict[str, torch.Tensor]
+    hidden: dict[str, torch.Tensor]
+
+    def call(self, mask_of: Callable, define: Callable, *others: torch.Tensor) -> Call:
+        """mask_of: from the cache's capacity and the others to the mask."""
+
+        def run(q, *tensors):
+            given = dict(zip(self.held, tensors, strict=False))
+            table = given.get("block_table")
+            capacity = given["k"].shape[2] * (1 if table is None else table.shape[1])
+            mask = mask_of(capacity, *tensors[len(given) :])
+            return sf.attention_decode(q, mask=mask, **given, **self.sizes.options())
+
+        hidden = None, *(self.hidden.get(name) for name in self.held)
+        return Call((self.q,), run, define, (*self.held.values(), *others), differentiable=False, hidden=hidden)
+
+
+def cache_of(sizes: Sizes, eight_bits: bool = False) -> Cache:
+    """Sequences of different lengths, in pages if there is a size of them, and else with padding before them if that is a term.
+    eight_bits: in e4m3, with a scale for each token, or where the seed is odd for each page."""
+    sizes = replace(sizes, batch=len(sizes.lens or [*range(sizes.batch)]), q_len=min(sizes.q_len, sizes.queries))
+    (q, k, v), generator = normal(sizes), torch.Generator().manual_seed(sizes.seed)
     lens = torch.arange(sizes.batch, dtype=torch.int32, device=DEVICE) * 7 + sizes.kv_len - 7 * (sizes.batch - 1)
     lens = torch.tensor(sizes.lens, dtype=torch.int32, device=DEVICE) if sizes.lens else lens.clamp(min=0)
-    held, hidden = cache_of(sizes, lens, k, v)
-
-    def run(q, k, v, lens, table=None):
-        return sf.attention_decode(q, k, v, mask or sizes.spec, kv_lens=lens, block_table=table, **sizes.options())
-
-    return replace(decode_of(sizes, q, k, v, lens), run=run, others=(*held[:2], lens, *held[2:]), hidden=hidden)
-
-
-def cache_of(sizes: Sizes, lens: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[list[torch.Tensor], tuple]:
-    """([k, v], or pages of both and the block table; what is hidden of a call's q, of these and of its lengths)"""
-    past = (torch.arange(k.shape[2], device=DEVICE) >= lens[:, None])[:, None, :, None]
-    if sizes.page is None:
-        return [k, v], (None, past, past)
-    pages, table = in_pages(past, sizes.page, True)
-    unread = torch.arange(table.shape[1], device=DEVICE) >= -(-lens[:, None] // sizes.page)
-    return [*(in_pages(t, sizes.page)[0] for t in (k, v)), table], (None, pages, pages, None, unread)
-
-
-def decode_of(sizes: Sizes, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Call:
-    """A call without ``run``: the definition of the last queries of sequences of these lengths."""
-
-    def define(q):
-        if not len(q):
-            return torch.cat([q, q], 3)[..., : v.shape[3]] * 1.0, q[..., 0] * float("-inf")
-        results = []
-        for row, length in enumerate(lens.tolist()):
-            one = q[row : row + 1], *(t[row : row + 1, :, :length].to(q.dtype) for t in (k, v))
-            exist = torch.arange(length - q.shape[2], length, device=DEVICE)[:, None] >= 0
-            results.append(dense_attention(*one, kept_by(sizes.spec, q.shape[2], length) & exist, sizes.scale))
-        return tuple(torch.cat(each) for each in zip(*results, strict=True))
-
-    return Call((q,), define, define, differentiable=False)
-
-
-def decode_in_pages(sizes: Sizes) -> Call:
-    return decode(replace(sizes, page=sizes.page or 16))
+    starts, token = torch.zeros_like(lens), torch.arange(sizes.kv_len, device=DEVICE)
+    held, unit = {"k": k, "v": v}, 1
+    if eight_bits:
+        unit = (sizes.page or max(1, sizes.kv_len)) if sizes.seed % 2 else 1
+        stored, scales = zip(*(in_eight_bits(t, unit, generator) for t in (k, v)), strict=True)
+        k, v = (t.double() * scale.double() for t, scale in zip(stored, scales, strict=True))
+        held = dict(zip(("k", "v", "k_scale", "v_scale"), (*(t.float() for t in stored), *scales), strict=True))
+    if sizes.page is None and "starts" in sizes.terms:
+        starts = torch.stack([lens // 3, lens, lens // 3 - 99])[torch.arange(sizes.batch) % 3, torch.arange(sizes.batch)]
+    unread = ((token < starts[:, None]) | (token >= lens[:, None]))[:, None, :, None]
+    hidden = dict.fromkeys(held, unread)
+    if sizes.page:
+        held = {name: in_pages(t, sizes.page)[0] for name, t in held.items()}
+        pages, held["block_table"] = in_pages(unread, sizes.page, True)
+        past = torch.arange(held["block_table"].shape[1], device=DEVICE) >= -(-lens[:, None] // sizes.page)
+        hidden = {**dict.fromkeys(hidden, pages), "block_table": past}
+    elif "starts" in sizes.terms:
+        held["kv_starts"] = starts
+    if eight_bits:
+        held |= {name: held[name].to(torch.float8_e4m3fn) for name in "kv"}
+        for name in ("k_scale", "v_scale"):
+            held[name], hidden[name] = (t[..., 0] if unit == 1 else t[:, :, 0, 0] for t in (held[name], hidden[name]))
+            hidden[name] = hidden[name] if unit == 1 else None
+        held["v_scale"] = held["v_scale"].transpose(0, 1).clone().transpose(0, 1)  # in another memory order than those of k
+    return Cache(sizes, q, k, v, starts.clamp(min=0), lens, {"kv_lens": lens, **held}, hidden)
 
 
 def in_eight_bits(t: torch.Tensor, unit: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -407,26 +344,55 @@ def in_eight_bits(t: torch.Tensor, unit: int, generator: torch.Generator) -> tup
     return held.to(torch.float8_e4m3fn), scale.expand(*whole.shape[:4], 1).flatten(2, 3)[:, :, : t.shape[2]]
 
 
+def decode(sizes: Sizes, mask: sf.BlockMask | None = None, *, eight_bits: bool = False) -> Call:
+    """The last queries of sequences in a cache. mask: the table, if the call gets one."""
+    cache = cache_of(sizes, eight_bits)
+
+    def define(q):
+        if not len(q):
+            return torch.cat([q, q], 3)[..., : sizes.v_head_dim] * 1.0, q[..., 0] * float("-inf")
+        results = []
+        for row, (start, stop) in enumerate(zip(cache.starts.tolist(), cache.lens.tolist(), strict=True)):
+            one = q[row : row + 1], *(t[row : row + 1, :, start:stop].to(q.dtype) for t in (cache.k, cache.v))
+            exist = torch.arange(stop - start - q.shape[2], stop - start, device=DEVICE)[:, None] >= 0
+            results.append(dense_attention(*one, kept_by(sizes.spec, q.shape[2], stop - start) & exist, sizes.scale))
+        return tuple(torch.cat(each) for each in zip(*results, strict=True))
+
+    return cache.call(lambda capacity: mask or sizes.spec, define)
+
+
+def decode_in_pages(sizes: Sizes) -> Call:
+    return decode(replace(sizes, page=sizes.page or 16))
+
+
 def decode_in_eight_bits(sizes: Sizes) -> Call:
-    """A cache in e4m3, in pages if there is a size of them. A scale for each token, or where the seed is odd for each page."""
-    whole = decode(replace(sizes, page=None))
-    (q,), (k, v, lens), generator = whole.inputs, whole.others, torch.Generator().manual_seed(sizes.seed)
-    unit = (sizes.page or max(1, k.shape[2])) if sizes.seed % 2 else 1
-    stored, scales = zip(*(in_eight_bits(t, unit, generator) for t in (k, v)), strict=True)
-    exact = [t.double() * scale.double() for t, scale in zip(stored, scales, strict=True)]
-    held, hidden = cache_of(sizes, lens, stored[0].float(), stored[1].float())
-    units, _ = cache_of(sizes, lens, *scales)
-    k_scale, v_scale = (t[:, :, 0, 0] if sizes.seed % 2 else t[..., 0] for t in units[:2])
-    v_scale = v_scale.transpose(0, 1).clone().transpose(0, 1)  # in another memory order than those of k
-    of_scales = None if sizes.seed % 2 else hidden[1][..., 0]
+    return decode(sizes, eight_bits=True)
 
-    def run(q, k, v, lens, k_scale, v_scale, table=None):
-        given = {"k_scale": k_scale, "v_scale": v_scale, "kv_lens": lens, "block_table": table}
-        return sf.attention_decode(q, k, v, sizes.spec, **given, **sizes.options())
 
-    others = *(t.to(torch.float8_e4m3fn) for t in held[:2]), lens, k_scale, v_scale, *held[2:]
-    hidden = None, *hidden[1:3], None, of_scales, of_scales, *hidden[4:]
-    return replace(decode_of(sizes, q, *exact, lens), run=run, others=others, hidden=hidden)
+def decode_selection(sizes: Sizes, *, eight_bits: bool = False) -> Call:
+    """The last queries of sequences in a cache, over the blocks of 16 keys that they picked, some of them past the end."""
+    cache = cache_of(replace(sizes, terms=()), eight_bits)
+    (batch, _, queries, _), tokens = cache.q.shape, sizes.kv_len
+    picks = drawn_picks((batch, sizes.kv_heads, queries, 2), 1, 16, queries, tokens, sizes.seed)
+    key, query = (torch.arange(n, device=DEVICE) for n in (tokens, queries))
+    kept = (picks[..., None] == key // 16).any(3) & (key <= (cache.lens[:, None] - queries + query)[:, None, :, None])
+    kept = kept.repeat_interleave(sizes.heads // sizes.kv_heads, 1)
+
+    def chosen(capacity, picks):
+        return sf.BlockSelection.from_picks(picks, 16, q_len=queries, kv_len=capacity, own=False, check=False)
+
+    def define(q):
+        return dense_attention(q, cache.k.to(q.dtype), cache.v.to(q.dtype), kept, sizes.scale)
+
+    return cache.call(chosen, define, picks)
+
+
+def decode_selection_in_pages(sizes: Sizes) -> Call:
+    return decode_selection(replace(sizes, page=sizes.page or 16))
+
+
+def decode_selection_in_eight_bits(sizes: Sizes) -> Call:
+    return decode_selection(sizes, eight_bits=True)
 
 
 def topk(sizes: Sizes) -> Call:
@@ -454,13 +420,32 @@ SELECTIONS = (
 )
 
 
-def selection(sizes: Sizes) -> Call:
-    """Blocks of keys that each query or group of queries picked, and what is always kept. All of some queries' picks are -1."""
-    every, block, count, by_head, always = SELECTIONS[sizes.seed % len(SELECTIONS)]
-    pickers, q_len, kv_len = sizes.heads if by_head else sizes.kv_heads, sizes.q_len, sizes.kv_len
-    picks = drawn_picks((sizes.batch, pickers, -(-q_len // every), count), every, block, q_len, kv_len, sizes.seed)
+def picked(sizes: Sizes, always: bool) -> tuple[torch.Tensor, Callable, torch.Tensor]:
+    """Picks of queries or groups of queries, some of which pick nothing; what makes a selection of q, k and picks; and the pairs of
+    each pick, (batch, heads, q_len, picks, kv_len). always: the selection keeps more besides."""
+    every, block, count, by_head, more = SELECTIONS[sizes.seed % len(SELECTIONS)]
+    pickers, lengths = sizes.heads if by_head else sizes.kv_heads, (sizes.q_len, sizes.kv_len)
+    picks = drawn_picks((sizes.batch, pickers, -(-sizes.q_len // every), count), every, block, *lengths, sizes.seed)
     picks[:, :, 10:20] = -1
-    return attention_over_picks(normal(sizes), picks, every, block, always, scale=sizes.scale, backend=sizes.backend)
+
+    def chosen(q, k, picks):
+        options = {"every": every, "own": False, "always": more if always else None, "check": False}
+        return sf.BlockSelection.from_picks(picks, block, q_len=q.shape[2], kv_len=k.shape[2], **options)
+
+    kept = kept_by_picks(picks, every, block, *lengths).repeat_interleave(sizes.heads // pickers, 1).to(DEVICE)
+    return picks, chosen, kept
+
+
+def selection(sizes: Sizes) -> Call:
+    """Blocks of keys that each query or group of queries picked, and what is always kept."""
+    picks, chosen, kept = picked(sizes, True)
+    always, kept = SELECTIONS[sizes.seed % len(SELECTIONS)][4], kept.any(3)
+    kept = kept if always is None else kept | kept_by(f"causal & ({always})", sizes.q_len, sizes.kv_len)
+
+    def run(q, k, v, picks):
+        return sf.attention(q, k, v, chosen(q, k, picks), **sizes.options())
+
+    return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, kept, sizes.scale), (picks,))
 
 
 def selection_by_query(sizes: Sizes) -> Call:
@@ -479,17 +464,10 @@ def selection_by_query(sizes: Sizes) -> Call:
 
 def selection_masses(sizes: Sizes) -> Call:
     """Attention over picked blocks, and the log-sum of the scores in each."""
-    every, block, count, by_head, _ = SELECTIONS[sizes.seed % len(SELECTIONS)]
-    pickers = sizes.heads if by_head else sizes.kv_heads
-    picks = drawn_picks(
-        (sizes.batch, pickers, -(-sizes.q_len // every), count), every, block, sizes.q_len, sizes.kv_len, sizes.seed
-    )
-    kept = kept_by_picks(picks, every, block, sizes.q_len, sizes.kv_len).repeat_interleave(sizes.heads // pickers, 1).to(DEVICE)
+    picks, chosen, kept = picked(sizes, False)
 
     def run(q, k, v, picks):
-        options = {"every": every, "q_len": q.shape[2], "kv_len": k.shape[2], "own": False, "check": False}
-        chosen = sf.BlockSelection.from_picks(picks, block, **options)
-        return sf.attention(q, k, v, chosen, return_block_lse=True, scale=sizes.scale, backend=sizes.backend)
+        return sf.attention(q, k, v, chosen(q, k, picks), return_block_lse=True, scale=sizes.scale, backend=sizes.backend)
 
     def define(q, k, v):
         scores = ((sizes.scale or q.shape[3] ** -0.5) * q @ k.repeat_interleave(sizes.heads // sizes.kv_heads, 1).mT)[:, :, :, None]
@@ -498,34 +476,6 @@ def selection_masses(sizes: Sizes) -> Call:
         return dense_attention(q, k, v, kept.any(3), sizes.scale)[0], masses
 
     return Call(tuple(normal(sizes)), run, define, (picks,))
-
-
-def decode_selection(sizes: Sizes) -> Call:
-    """The last queries of sequences in a cache, over blocks that they picked; some of these are past a sequence's end. Pages
-    without a kept key do not exist."""
-    every, block, count, by_head, _ = SELECTIONS[sizes.seed % len(SELECTIONS)]
-    whole = decode(replace(sizes, page=None))
-    (q,), (k, v, lens) = whole.inputs, whole.others
-    (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
-    pickers = heads if by_head else sizes.kv_heads
-    picks = drawn_picks((batch, pickers, -(-q_len // every), count), every, block, q_len, kv_len, sizes.seed)
-    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3).repeat_interleave(heads // pickers, 1).to(DEVICE)
-    position = lens[:, None] - q_len + torch.arange(q_len, device=DEVICE)
-    kept &= torch.arange(kv_len, device=DEVICE) <= position[:, None, :, None]
-    held, hidden = cache_of(sizes, lens, k, v)
-    if sizes.page:
-        read = torch.nn.functional.pad(kept.any(1).any(1), (0, -kv_len % sizes.page)).unflatten(1, (-1, sizes.page)).any(2)
-        hidden = *hidden[:3], None, None, ~read
-
-    def run(q, k, v, lens, picks, table=None):
-        options = {"every": every, "q_len": q.shape[2], "kv_len": kv_len, "own": False, "check": False}
-        chosen = sf.BlockSelection.from_picks(picks, block, **options)
-        return sf.attention_decode(q, k, v, chosen, kv_lens=lens, block_table=table, **sizes.options())
-
-    def define(q):
-        return dense_attention(q, k.to(q.dtype), v.to(q.dtype), kept, sizes.scale)
-
-    return Call((q,), run, define, (*held[:2], lens, picks, *held[2:]), differentiable=False, hidden=hidden)
 
 
 def varlen_selection(sizes: Sizes) -> Call:
@@ -580,25 +530,59 @@ def blocks(sizes: Sizes) -> Call:
     return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, pairs), (kept,))
 
 
+def turned(x: torch.Tensor, base: float | None) -> torch.Tensor:
+    """Rotary embedding by its definition: pairs as complex numbers, turned by position / base^(2 i / head_dim)."""
+    if base is None:
+        return x
+    half = x.shape[3] // 2
+    position, pair = (torch.arange(n, device=x.device).double() for n in (x.shape[2], half))
+    angle = position[:, None] * base ** (-2 * pair / x.shape[3])
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([pairs.real, pairs.imag], 3).to(x.dtype)
+
+
+# Options of a layer: which of them a seed takes. Those that choose turn nothing, so that rounding decides nothing.
+LAYERS = (
+    {"mask": SPEC, "rotary_base": None},
+    {"mask": None, "bias": True},
+    {"mask": "causal", "rotary_base": 500.0, "v_head_dim": 20},
+    {"mask": SPEC, "bias": True, "v_head_dim": 8},
+    {"mask": "causal & (sampled(4, keep=1, block=64) | sinks(2))", "rotary_base": None},
+    {"select": {"keep": 3, "block_size": 16, "share_group": True, "always": "sinks(2)"}, "rotary_base": None},
+)
+
+
 def layer(sizes: Sizes) -> Call:
     """``SparseAttention``: from x and the weights of its projections."""
-    generator = torch.Generator().manual_seed(sizes.seed)
+    generator, options = torch.Generator().manual_seed(sizes.seed), LAYERS[sizes.seed % len(LAYERS)]
     width = 3 * sizes.heads * 4
-    module = sf.SparseAttention(width, sizes.heads, kv_heads=sizes.kv_heads, mask=SPEC, rotary_base=None, backend=sizes.backend).to(
-        DEVICE, sizes.dtype
-    )
+    module = sf.SparseAttention(width, sizes.heads, kv_heads=sizes.kv_heads, backend=sizes.backend, **options)
+    module = module.to(DEVICE, sizes.dtype)
     names, weights = zip(*module.named_parameters(), strict=True)
     x = torch.randn(sizes.batch, sizes.q_len, width, generator=generator).to(DEVICE, sizes.dtype)
     weights = tuple(torch.randn(w.shape, generator=generator).to(w) * width**-0.5 for w in weights)
-    kept = kept_by(SPEC, sizes.q_len, sizes.q_len)
+
+    def projected(x, of):
+        dims = {"q": module.head_dim, "k": module.head_dim, "v": module.v_head_dim}
+        applied = {name: linear(x, of[f"{name}_proj.weight"], of.get(f"{name}_proj.bias")) for name in dims}
+        q, k, v = (applied[name].unflatten(2, (-1, dim)).transpose(1, 2) for name, dim in dims.items())
+        return turned(q, module.rotary_base), turned(k, module.rotary_base), v
+
+    q, k, _ = projected(x, dict(zip(names, weights, strict=True)))
+    if "select" in options:
+        kept = sf.topk_blocks(q, k, every=1, **options["select"]).to_dense().repeat_interleave(sizes.heads // sizes.kv_heads, 1)
+    elif "sampled" in str(options["mask"]):
+        kept = sf.choose_blocks(options["mask"], q, k).to_dense()
+    else:
+        kept = kept_by(options["mask"], sizes.q_len, sizes.q_len)
 
     def run(x, *weights):
         return (torch.func.functional_call(module, dict(zip(names, weights, strict=True)), (x,)),)
 
     def define(x, *weights):
         of = dict(zip(names, weights, strict=True))
-        q, k, v = (torch.unflatten(x @ of[f"{name}_proj.weight"].mT, 2, (-1, module.head_dim)).transpose(1, 2) for name in "qkv")
-        return (dense_attention(q, k, v, kept)[0].transpose(1, 2).flatten(2) @ of["out_proj.weight"].mT,)
+        out, _ = dense_attention(*projected(x, of), kept)
+        return (linear(out.transpose(1, 2).flatten(2), of["out_proj.weight"], of.get("out_proj.bias")),)
 
     return Call((x, *weights), run, define)
 
@@ -697,6 +681,8 @@ ENTRIES: dict[str, Callable[[Sizes], Call]] = {
         selection_masses,
         decode_selection,
         varlen_selection,
+        decode_selection_in_pages,
+        decode_selection_in_eight_bits,
         choose,
         blocks,
         layer,

@@ -20,12 +20,10 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
-from multiprocessing.connection import wait
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from threading import Thread
 
 START_SECONDS = 180  # to import everything on a busy machine
 SEEDS_AT_A_TIME = 8  # seeds that share a mask; see fuzz_calls
@@ -33,7 +31,7 @@ DRAWN = {"masks": "fuzz_calls", "selections": "fuzz_selections", "fp8": "fuzz_ei
 
 
 def work(backend: str, pipe, of: str = "masks", options: dict | None = None) -> None:
-    """The child: runs the lists of seeds that it receives through the pipe. Sends ("ready", why it cannot run anything | None),
+    """The child: runs the seeds that it receives through the pipe. Sends ("ready", why it cannot run anything | None),
     ("start", description) before each call, and ("done", what was wrong | None, whether the process must end) after it.
     options: for what draws calls."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
@@ -53,44 +51,50 @@ def work(backend: str, pipe, of: str = "masks", options: dict | None = None) -> 
     with runs():
         pipe.send(("ready", backends.get_backend(backend).why_unavailable()))
     with poisoned_memory():
-        while seeds := pipe.recv():
-            for seed in seeds:
-                try:
-                    with runs(seed):
-                        call = calls.draw(seed, backend, **(options or {}))
-                        pipe.send(("start", str(call)))
-                        wrong, broken = calls.failure(call), False
-                except Exception as error:
-                    # A GPU error stays with the process: everything launched after it fails too.
-                    wrong, broken = f"{type(error).__name__}: {error}", True
-                pipe.send(("done", wrong, broken))
-                if broken:
-                    return
+        while (seed := pipe.recv()) is not None:
+            wrong, broken = None, False
+            try:
+                with runs(seed):
+                    call = calls.draw(seed, backend, **(options or {}))
+                    pipe.send(("start", str(call)))
+                    wrong = calls.failure(call)
+            except Exception as error:
+                # A GPU error stays with the process: everything launched after it fails too.
+                wrong, broken = f"{type(error).__name__}: {error}", True
+            pipe.send(("done", wrong, broken))
 
 
-class Worker:
-    """A child and the seeds that it still has to run; the first one is running."""
+class Child:
+    """A process that runs calls."""
 
-    def __init__(self, backend: str, seeds: list[int] | None = None, of: str = "masks", options: dict | None = None):
+    def __init__(self, backend: str, of: str, options: dict):
         context = multiprocessing.get_context("spawn")  # a GPU's state does not survive a fork
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=work, args=(backend, theirs, of, options), daemon=True)
         self.process.start()
         theirs.close()  # so that the child's end closes with the child
-        self.backend, self.seeds = backend, []
-        self.ready, self.text, self.since = False, None, time.monotonic()
-        if seeds:
-            self.give(seeds)
+        self.ready = False
 
-    def give(self, seeds: list[int]) -> None:
-        self.seeds, self.since = list(seeds), time.monotonic()
-        self.pipe.send(self.seeds)
-
-    def describe(self) -> str:
-        return self.text or f"seed {self.seeds[0]}: {self.backend}, while the call was drawn"
-
-    def late(self, hang: float) -> bool:
-        return bool(self.seeds) and time.monotonic() - self.since > (hang if self.ready else START_SECONDS)
+    def outcome(self, seed: int, hang: float) -> tuple[str | None, str | None, str]:
+        """(what became of the call of a seed, None if all is well; what was wrong; the call)"""
+        text = f"seed {seed}, while the call was drawn"
+        try:
+            self.pipe.send(seed)
+            while self.pipe.poll(hang if self.ready else START_SECONDS):
+                kind, *news = self.pipe.recv()
+                if kind == "ready":
+                    self.ready = True
+                    if news[0]:
+                        return "refused", news[0], text
+                elif kind == "start":
+                    text = news[0]
+                else:
+                    wrong, broken = news
+                    return "error" if broken else "mismatch" if wrong else None, wrong, text
+        except (EOFError, OSError):
+            self.process.join(5)
+            return "error", f"its process ended with status {self.process.exitcode}", text
+        return "hang", f"no result in {hang if self.ready else START_SECONDS:g} s", text
 
     def end(self) -> None:
         self.process.kill()
@@ -99,109 +103,63 @@ class Worker:
 
 
 class Fuzzer:
-    """Hands seeds to workers, watches them, and counts: "calls", "mismatches", "hangs", "errors"."""
+    """Hands seeds to children, each watched by a thread, and counts calls and what became of them."""
 
-    def __init__(
-        self, backend: str, seeds: range, hang: float, workers: int, report, of: str = "masks", options: dict | None = None
-    ):
+    def __init__(self, backend: str, seeds: range, hang: float, report: Callable, of: str = "masks", options: dict | None = None):
         self.backend, self.hang, self.report, self.of, self.options = backend, hang, report, of, options or {}
         # Whole groups, so each mask is made once.
         starts = sorted({seeds.start, *(s for s in seeds if s % SEEDS_AT_A_TIME == 0)})
-        self.left = [range(a, b) for a, b in zip(starts, [*starts[1:], seeds.stop])]
-        self.counts = Counter(calls=0, mismatches=0, hangs=0, errors=0)
+        self.groups = iter([range(a, b) for a, b in zip(starts, [*starts[1:], seeds.stop])])
+        self.counts = Counter(call=0, mismatch=0, hang=0, error=0)
         self.refused: str | None = None
-        self.workers = [Worker(backend, self._next(), of, options) for _ in range(min(workers, len(self.left)))]
+        self.over = False
 
-    def _next(self) -> list[int]:
-        return list(self.left.pop(0)) if self.left else []
+    def run(self, workers: int, seconds: float | None = None) -> None:
+        threads = [Thread(target=self._watch, daemon=True) for _ in range(workers)]
+        for thread in threads:
+            thread.start()
+        end = None if seconds is None else time.monotonic() + seconds
+        for thread in threads:
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+        self.over = True
 
-    def step(self) -> bool:
-        """Waits a little for news; False once there is nothing left to run."""
-        for pipe in wait([worker.pipe for worker in self.workers], timeout=0.2):
-            self._hear(next(worker for worker in self.workers if worker.pipe is pipe))
-        for worker in [worker for worker in self.workers if worker.late(self.hang)]:
-            self._count("hangs", worker, f"no result in {self.hang if worker.ready else START_SECONDS:g} s")
-            self._replace(worker)
-        return bool(self.workers) and self.refused is None
+    def _watch(self) -> None:
+        child = None
+        while (group := next(self.groups, None)) and not self.refused:
+            for seed in group:
+                child = child or Child(self.backend, self.of, self.options)
+                kind, wrong, text = child.outcome(seed, self.hang)
+                if kind == "refused":
+                    self.refused = wrong
+                    break
+                if self.over:  # the call was cut off
+                    return
+                self._count(kind, wrong, text, seed)
+                if kind in ("hang", "error"):
+                    child = child.end()
+        if child is not None:
+            child.end()
 
-    def _hear(self, worker: Worker) -> None:
-        try:
-            kind, *news = worker.pipe.recv()
-        except (EOFError, OSError):
-            worker.process.join(5)
-            if worker.seeds:
-                self._count("errors", worker, f"its process ended with status {worker.process.exitcode}")
-            self._replace(worker)
-            return
-        if kind == "ready":
-            worker.ready, worker.since, self.refused = True, time.monotonic(), news[0]
-        elif kind == "start":
-            worker.text, worker.since = news[0], time.monotonic()
-        else:
-            wrong, broken = news
-            self._count("errors" if broken else "mismatches" if wrong else None, worker, wrong)
-            if broken:
-                self._replace(worker)
-            elif not worker.seeds:
-                seeds = self._next()
-                if seeds:
-                    worker.give(seeds)
-                else:
-                    self._replace(worker)
-
-    def _count(self, kind: str | None, worker: Worker, wrong: str | None) -> None:
-        """Counts the worker's current call, which has ended."""
-        self.counts["calls"] += 1
+    def _count(self, kind: str | None, wrong: str | None, text: str, seed: int) -> None:
+        self.counts["call"] += 1
         if kind:
             self.counts[kind] += 1
-            seed = worker.seeds[0]
             of = "" if self.of == "masks" else f" --of {self.of}"
             given = "".join(f" --{name} {value}" for name, value in self.options.items())
             again = f"python tests/fuzz.py --backend {self.backend}{of}{given} --only {seed}"
-            self.report(
-                f"{kind.removesuffix('s').replace('mismatche', 'mismatch')}: {wrong}\n  {worker.describe()}\n  again: {again}"
-            )
-        worker.seeds, worker.text, worker.since = worker.seeds[1:], None, time.monotonic()
-
-    def _replace(self, worker: Worker) -> None:
-        """Starts a new worker where this one ended, if anything is left."""
-        worker.end()
-        self.workers.remove(worker)
-        if seeds := worker.seeds or self._next():
-            self.workers.append(Worker(self.backend, seeds, self.of, self.options))
-
-    def end(self) -> None:
-        for worker in self.workers:
-            worker.end()
+            self.report(f"{kind}: {wrong}\n  {text}\n  again: {again}")
 
 
 def main() -> int:
-    options = _options()
+    options, begin = _options(), time.monotonic()
     seeds = range(options.seed, options.seed + options.calls) if options.only is None else range(options.only, options.only + 1)
-    console, begin = Console(highlight=False, markup=False, soft_wrap=True), time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    interrupted = False
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=len(seeds))
-        fuzzer = Fuzzer(options.backend, seeds, options.hang, options.workers, console.print, options.of, options.drawing)
-        try:
-            while fuzzer.step() and not (options.seconds and time.monotonic() - begin > options.seconds):
-                bar.update(task, completed=fuzzer.counts["calls"], description=_summary(fuzzer.counts, ("mismatches", "hangs")))
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            fuzzer.end()
+    fuzzer = Fuzzer(options.backend, seeds, options.hang, print, options.of, options.drawing)
+    fuzzer.run(options.workers, options.seconds)
     if fuzzer.refused:
-        console.print(f"{options.backend} cannot run here: {fuzzer.refused}")
+        print(f"{options.backend} cannot run here: {fuzzer.refused}")
         return 2
-    done = _summary(fuzzer.counts, fuzzer.counts)
-    console.print(f"{done}, {time.monotonic() - begin:.0f} s{', interrupted' if interrupted else ''}")
-    wrong = fuzzer.counts.total() > fuzzer.counts["calls"]
-    return 1 if wrong else 130 if interrupted else 0
-
-
-def _summary(counts: Counter, kinds) -> str:
-    return ", ".join(f"{counts[kind]} {kind}" for kind in kinds)
+    print(", ".join(f"{kind}: {count}" for kind, count in fuzzer.counts.items()), f"in {time.monotonic() - begin:.0f} s")
+    return int(fuzzer.counts.total() > fuzzer.counts["call"])
 
 
 def _options() -> argparse.Namespace:

@@ -10,7 +10,6 @@ import oracle
 import torch
 
 import sparse_flash as sf
-from sparse_flash import backends
 from sparse_flash.variant.eight_bits import attention_in_eight_bits
 
 HEAD_DIMS = (64, 64, 128, 128, 40, 72, 96)
@@ -23,34 +22,25 @@ def draw(seed: int, backend: str) -> fuzz_calls.DrawnCall:
     dtypes = (torch.float16, *((torch.bfloat16,) if oracle.DEVICE == "cuda" else ()))  # NumPy has no bfloat16
     head_dim, terms = rng.choice(HEAD_DIMS), tuple(rng.sample(STATISTICS, rng.randint(0, 2)))
     v_head_dim = head_dim if rng.random() < 0.7 else rng.choice(HEAD_DIMS)
-    changed = {"dtype": rng.choice(dtypes), "head_dim": head_dim, "v_head_dim": v_head_dim, "score_shift": 0.0, "terms": terms}
-    call = replace(fuzz_calls._drawn(seed, backend, drawn), **changed)
-    q, k, v, _ = (torch.empty(size, dtype=call.dtype, device=oracle.DEVICE) for size in fuzz_calls._shapes(call))
-    block_size = None if drawn.mask is None or drawn.mask.keeps_all else drawn.mask.block_size
-    if reason := backends.get_backend(backend).supports(backends.Call.from_tensors(q, k, v, block_size, precision="fp8")):
+    changed = {"dtype": rng.choice(dtypes), "head_dim": head_dim, "v_head_dim": v_head_dim, "score_shift": 0.0, "terms": ()}
+    call = fuzz_calls._drawn(seed, backend, drawn)
+    call = replace(call, sizes=replace(call.sizes, **changed, deterministic=False))
+    if reason := fuzz_calls._refusal(call, precision="fp8"):
         raise RuntimeError(f"{backend} does not take {call}: {reason}")
-    return call
+    return replace(call, sizes=replace(call.sizes, terms=terms, score_rise=50.0 if "rising" in terms else 0.0))
 
 
 def failure(call: fuzz_calls.DrawnCall) -> str | None:
     """Runs a call. Returns what is wrong with its results, or None. Other exceptions pass through."""
-    generator = torch.Generator(oracle.DEVICE).manual_seed(call.seed)
-    with torch.device(oracle.DEVICE):
-        q, k, v = (
-            oracle.tensor(size, layout, dtype=call.dtype, generator=generator)
-            for size, layout in zip(fuzz_calls._shapes(call)[:3], call.layouts, strict=False)
-        )
-    if "mean" in call.terms:
+    sizes, (q, k, v) = call.sizes, oracle.normal(call.sizes)
+    if "mean" in sizes.terms:
         k, v = k + 1, v + 0.5
-    if "outliers" in call.terms:
+    if "outliers" in sizes.terms:
         q[..., ::32] *= 4
         k[..., ::32] *= 4
-    if "rising" in call.terms:
-        oracle.rising(q, k, call.scale, 50.0)
-    options = {"scale": call.scale, "precision": "fp8", "backend": call.backend, "return_lse": True}
     with fuzz_calls._launches(call):
-        out, lse = sf.attention(q, k, v, call.drawn.mask, **options)
-    scale = call.head_dim**-0.5 if call.scale is None else call.scale
+        out, lse = sf.attention(q, k, v, call.drawn.mask, precision="fp8", **sizes.options())
+    scale = sizes.head_dim**-0.5 if sizes.scale is None else sizes.scale
     wanted, wanted_lse = attention_in_eight_bits(q, k, v, call.drawn.kept, scale)
     some = ~wanted_lse.isneginf()
     if not torch.equal(lse.isneginf(), ~some) or out[~some].any():

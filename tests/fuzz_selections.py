@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass
 
 import torch
-from picked import check_selected, drawn_picks, sorted_picks
+from calls import name_of
+from picked import check_selected, drawn_picks, sorted_picks, tensors
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -28,8 +29,7 @@ class DrawnSelection:
     all_pick: int | None
 
     def __str__(self):
-        values = {**self.sizes, "dropped": self.dropped, "all_pick": self.all_pick}
-        return f"seed {self.seed}: {self.backend}, {', '.join(f'{name} {value}' for name, value in values.items())}"
+        return f"seed {self.seed}: {self.backend}, {name_of({**self.sizes, 'dropped': self.dropped, 'all_pick': self.all_pick})}"
 
     def picks(self) -> torch.Tensor:
         of = self.sizes
@@ -50,10 +50,8 @@ def draw(seed: int, backend: str) -> DrawnSelection:
         call = DrawnSelection(seed, backend, sizes, rng.choice((0.0, 0.0, 0.3, 1.0)), 0 if rng.random() < 0.2 else None)
         picks = call.picks()
         selection = sf.BlockSelection(picks, sizes["q_len"], sizes["kv_len"], sizes["block"], sizes["every"])
-        q, k, v = (
-            torch.empty(1, sizes[heads], sizes[tokens], sizes[dim], dtype=sizes["dtype"], device=picks.device)
-            for heads, tokens, dim in (("heads", "q_len", "dim"), ("kv_heads", "kv_len", "dim"), ("kv_heads", "kv_len", "v_dim"))
-        )
+        shape = (sizes[name] for name in ("heads", "kv_heads", "q_len", "kv_len", "dim", "dtype", "v_dim"))
+        q, k, v, _ = tensors(1, *shape)
         if BACKENDS[backend].supports(backends.Call.from_tensors(q, k, v, sizes["block"]), selection) is None:
             return call
     raise RuntimeError(f"{backend} runs none of {TRIES} selections that were drawn")

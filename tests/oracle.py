@@ -7,7 +7,7 @@ inputs, plus rounding, for out, lse, dq, dk and dv.
 from __future__ import annotations
 
 import math
-import re
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,22 +16,28 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from accepted import DEVICE, USUAL, fitted
+from accepted import DEVICE, fitted
 from hypothesis import currently_in_test_context, reject
+from strategies import dense
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.kernels.common.layout import empty_out
 from sparse_flash.masks import document_blocks, table
 from sparse_flash.masks import tall as tall_rows
-from sparse_flash.masks.grid import BlockGrid
+from sparse_flash.masks.pattern import PerHead
 
 BACKENDS = ("torch", "triton", "hopper", "reference")
 LAYOUTS = ("heads first", "tokens first", "sliced", "head_dim first")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
+SPEC = "causal & (local(20) | sinks(3))"
+
 Results = tuple[torch.Tensor, ...]
 SEED = 5  # of what a call drops
+ALL, OUT, LSE = (0, 1), (0,), (1,)  # the results of a call that are differentiated
 
 # Number of each back end's results that were compared with the oracle. A run of all tests requires a minimum: conftest.py.
 compared: Counter[str] = Counter()
@@ -124,6 +130,19 @@ def poisoned_memory():
         torch._dynamo.trace_rules.clear_lru_cache()
 
 
+class Watching(TorchDispatchMode):
+    """Within it, a function is called with each operation, its arguments and the tensors that it returns."""
+
+    def __init__(self, see: Callable):
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.see(function, args, [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+        return result
+
+
 @contextmanager
 def no_host_synchronization():
     """Within it, whatever waits for the GPU raises."""
@@ -141,9 +160,7 @@ def kept_pairs(pattern, mask, q_len: int, kv_len: int) -> torch.Tensor:
         return torch.ones(q_len, kv_len, dtype=torch.bool)
     if pattern is None:
         return mask.to_dense().cpu()
-    grid = BlockGrid(q_len, kv_len, 16)
-    q, kv = torch.arange(q_len).numpy() + grid.offset, torch.arange(kv_len).numpy()
-    return torch.from_numpy(pattern.token_rule(q[:, None], kv[None, :]).copy()).expand(q_len, kv_len)
+    return torch.from_numpy(dense(pattern, q_len, kv_len).copy())
 
 
 def existing(tokens: int, starts=None, lens=None) -> torch.Tensor:
@@ -207,18 +224,86 @@ def gradients(attend, inputs, dout, dlse, learned=()):
     return [t.detach() for t in (out, lse, *grads)]
 
 
-def require(name: str, call: backends.Call, attempt: Callable[[], object] | None = None) -> None:
-    """Ends a test of a back end that cannot run this call: skips it with the back end's own reason. In a property test, which a
-    skip would end at its first such example, it only drops the example. attempt: makes the call, which must raise that reason."""
-    reason = backends.get_backend(name).supports(call)
-    if reason is None:
-        return
-    if attempt is not None:
-        with pytest.raises(ValueError, match=re.escape(reason)):
-            attempt()
-    if currently_in_test_context():
-        reject()
-    pytest.skip(f"{name}: {reason}")
+@dataclass(frozen=True)
+class Sizes:
+    """Of a call. backend: "auto", or the name of a back end, where the call takes one. layout: see ``tensor``; "mixed": by the
+    seed, one for each of q, k, v and the incoming gradient. The rest matters to some calls. spec: of the mask, a Pattern or text.
+    block_size: of a table. terms: names of ``calls.every_term``. score_shift, score_rise: see ``shifted`` and ``rising``. lens,
+    k_lens: tokens of each document, or of each sequence in a cache. queries: of a decoding call. page: tokens of a page."""
+
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    q_len: int = 70
+    kv_len: int = 70
+    head_dim: int = 16
+    v_head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    layout: str = "heads first"
+    backend: str = "auto"
+    seed: int = 0
+    spec: sf.Pattern | str | None = SPEC
+    block_size: int = 64
+    terms: tuple[str, ...] = ("kv_lens", "softcap", "alibi", "bias", "sinks")
+    scale: float | None = None
+    deterministic: bool | None = None
+    score_shift: float = 0.0
+    score_rise: float = 0.0
+    lens: tuple[int, ...] | None = None
+    k_lens: tuple[int, ...] | None = None
+    queries: int = 3
+    page: int | None = None
+
+    def options(self) -> dict:
+        return {"scale": self.scale, "backend": self.backend, "return_lse": True}
+
+
+def is_interpreted(backend: str) -> bool:
+    return backend == "triton" and DEVICE == "cpu"
+
+
+def sizes_for(backend: str, **given) -> Sizes:
+    """The usual sizes with changes, in the dtype, head dimensions and blocks that the back end accepts. Skips without it."""
+    if backend != "auto" and (reason := backends.get_backend(backend).why_unavailable()):
+        pytest.skip(f"{backend}: {reason}")
+    asked = {name: given[name] for name in ("dtype", "head_dim", "v_head_dim", "block_size") if name in given}
+    usual = {"dtype": torch.float32, "head_dim": 16, "block_size": 32}
+    usual = {name: value for name, value in usual.items() if name not in asked}
+    asked |= fitted("torch" if backend == "auto" else backend, usual, **asked)
+    # Triton's interpreter takes a second where others take a millisecond.
+    few = {"heads": 2, "kv_heads": 1, "q_len": 40, "kv_len": 40} if is_interpreted(backend) else {}
+    return replace(Sizes(backend=backend), **{"v_head_dim": asked["head_dim"]} | few | given | asked)
+
+
+@contextmanager
+def unless_refused():
+    """Drops an example that the back end refuses; skips a test of one call, with the back end's reason."""
+    try:
+        yield
+    except ValueError as error:
+        if "cannot run this call" not in str(error):
+            raise
+        if currently_in_test_context():
+            reject()
+        pytest.skip(str(error))
+
+
+def inputs_of(sizes: Sizes) -> list[torch.Tensor]:
+    """q, k, v and the incoming gradient of out."""
+    generator, mixed = torch.Generator().manual_seed(sizes.seed), random.Random(sizes.seed).choices(LAYOUTS, k=4)
+    queries, keys = (sizes.batch, sizes.heads, sizes.q_len), (sizes.batch, sizes.kv_heads, sizes.kv_len)
+    shapes = (*queries, sizes.head_dim), (*keys, sizes.head_dim), (*keys, sizes.v_head_dim), (*queries, sizes.v_head_dim)
+    layouts = mixed if sizes.layout == "mixed" else [sizes.layout] * 4
+    made = [tensor(*each, dtype=sizes.dtype, generator=generator) for each in zip(shapes, layouts, strict=True)]
+    shifted(*made[:2], sizes.scale, sizes.score_shift)
+    if sizes.score_rise:
+        rising(*made[:2], sizes.scale, sizes.score_rise)
+    return made
+
+
+def normal(sizes: Sizes) -> list[torch.Tensor]:
+    """q, k and v."""
+    return inputs_of(sizes)[:3]
 
 
 def make_call(q, k, mask=None, *, v=None, **options) -> backends.Call:
@@ -227,64 +312,41 @@ def make_call(q, k, mask=None, *, v=None, **options) -> backends.Call:
     return backends.Call.from_tensors(q, k, k if v is None else v, block_size, **options)
 
 
-def check(
-    backend: str,
-    pattern,
-    q_len: int,
-    kv_len: int | None = None,
-    *,
-    block_size: int | None = None,
-    dtype: torch.dtype | None = None,
-    usual: dict | None = None,
-    batch: int = 1,
-    heads: int = 2,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    v_head_dim: int | None = None,
-    layout: str = "heads first",
-    scale: float | None = None,
-    lse_gradient: bool = True,
-    device: str = DEVICE,
-    seed: int = 0,
-    score_shift: float = 0.0,
-    score_rise: float = 0.0,
-    **options,
-) -> None:
-    """Asserts that a back end is right, by the rule above.
+def kept_by(spec: sf.Pattern | str | None, q_len: int, kv_len: int) -> torch.Tensor:
+    """(q_len, kv_len) bool; (heads, q_len, kv_len) for a mask of each head."""
+    if not q_len or not kv_len:
+        return torch.ones(q_len, kv_len, dtype=torch.bool, device=DEVICE)
+    pattern = sf.parse(spec) if isinstance(spec, str) else spec
+    if isinstance(pattern, PerHead):
+        return torch.stack([kept_by(one, q_len, kv_len) for one in pattern.patterns])
+    return kept_pairs(pattern, None, q_len, kv_len).to(DEVICE)
 
-    pattern: a Pattern, its spec text, a BlockMask, or None for dense attention. layout: one of ``LAYOUTS``, of q, k, v and the
-    incoming gradient. block_size, dtype, head_dim: by default those of ``usual`` and of ``accepted.USUAL``, or others if the back
-    end does not accept these. v_head_dim: head_dim by default. lse_gradient: differentiate through lse too. score_shift,
-    score_rise: see ``shifted`` and ``rising``. options: passed to ``sf.attention``.
-    """
-    kv_len, kv_heads = q_len if kv_len is None else kv_len, heads if kv_heads is None else kv_heads
-    mask = pattern if isinstance(pattern, sf.BlockMask) else None
-    pattern = sf.parse(pattern) if isinstance(pattern, str) else None if mask is not None else pattern
-    given = {"block_size": block_size, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim}
+
+def table_of(sizes: Sizes) -> sf.BlockMask:
+    """The compiled mask, without the one in blocks of 128 that GPUs would take in its place: they would never see small blocks."""
+    spec = sf.full() if sizes.spec is None else sizes.spec
+    return replace(sf.compile_mask(spec, sizes.q_len, sizes.kv_len, sizes.block_size, device=DEVICE), coarse=None)
+
+
+def check(backend: str, mask, q_len: int, kv_len: int | None = None, *, lse_gradient: bool = True, **given) -> None:
+    """Asserts that a back end is right, by the rule above. mask: a Pattern, its text, a BlockMask, or None for dense attention.
+    lse_gradient: lse is differentiated too. given: other fields of ``Sizes``; one batch entry and two heads by default."""
+    table = mask.to(DEVICE) if isinstance(mask, sf.BlockMask) else None
+    of_table = {} if table is None else {"block_size": table.block_size}
+    given = {"batch": 1, "heads": 2, "kv_heads": given.get("heads", 2), "layout": "heads first", **of_table} | given
     given = {name: value for name, value in given.items() if value is not None}
-    if pattern is None:
-        given["block_size"] = None if mask is None or mask.keeps_all else mask.block_size
-    usual = {name: value for name, value in {**USUAL, **(usual or {})}.items() if name not in given}
-    given |= fitted(backend, usual, **given)
-    block_size, dtype, head_dim = (given[name] for name in ("block_size", "dtype", "head_dim"))
-    if pattern is not None:
-        mask = replace(sf.compile_mask(pattern, q_len, kv_len, block_size), coarse=None)  # else a GPU never sees small blocks
-    mask = mask if mask is None else mask.to(device)
-    generator = torch.Generator().manual_seed(seed)
-    queries, keys, of_values = (batch, heads, q_len), (batch, kv_heads, kv_len), v_head_dim or head_dim
-    shapes = (*queries, head_dim), (*keys, head_dim), (*keys, of_values), (*queries, of_values)
-    q, k, v, dout = (tensor(s, layout, dtype=dtype, device=device, generator=generator) for s in shapes)
-    require(backend, make_call(q, k, mask, v=v), lambda: sf.attention(q, k, v, mask, backend=backend))
-    shifted(q, k, scale, score_shift)
-    if score_rise:
-        rising(q, k, scale, score_rise)
-    kept = kept_pairs(pattern, mask, q_len, kv_len).to(device)
+    sizes = sizes_for(backend, q_len=q_len, kv_len=kv_len or q_len, spec=None if table else mask, **given)
+    kept = kept_by(sizes.spec, q_len, sizes.kv_len) if table is None else kept_pairs(None, table, q_len, sizes.kv_len).to(DEVICE)
+    table = table_of(sizes) if table is None and mask is not None else table
+    *inputs, dout = inputs_of(sizes)
 
     def run(*tensors):
-        return sf.attention(*tensors, mask, scale=scale, return_lse=True, backend=backend, **options)
+        return sf.attention(*tensors, table, deterministic=sizes.deterministic, **sizes.options())
 
-    call = Call((q, k, v), run, lambda *t: dense_attention(*t, kept, scale), out_alone=not lse_gradient, dout=dout)
-    assert_right(call, backend, keeps_order=True)
+    some = ALL if lse_gradient else OUT
+    call = Call(tuple(inputs), run, lambda *t: dense_attention(*t, kept, sizes.scale), differentiated=some, dout=dout)
+    with unless_refused():
+        assert_right(call, backend, keeps_order=True)
 
 
 @dataclass(frozen=True)
@@ -292,8 +354,8 @@ class Call:
     """inputs: the tensors that the call differentiates. others: those that it only reads, such as lengths. run: from both to
     (out,) or (out, lse). define: the same from inputs in float64. differentiable: whether run gives gradients. hidden: bool for
     each of inputs and others, broadcastable to it: the numbers that no result depends on, such as padding; None: there are none.
-    spoiled_queries: bool, of hidden queries whose incoming gradients are NaN too. out_alone: only out is differentiated. dout: the
-    incoming gradient of out, in its memory order; waves by default."""
+    spoiled_queries: bool, of hidden queries whose incoming gradients are NaN too. differentiated: which results are; the
+    first where these are none. dout: the incoming gradient of out, in its memory order; waves by default."""
 
     inputs: Results
     run: Callable[..., Results]
@@ -302,7 +364,7 @@ class Call:
     differentiable: bool = True
     hidden: tuple[torch.Tensor | None, ...] = ()
     spoiled_queries: torch.Tensor | None = None
-    out_alone: bool = False
+    differentiated: tuple[int, ...] = ALL
     dout: torch.Tensor | None = None
 
     def __call__(self) -> Results:
@@ -318,7 +380,7 @@ class Call:
     def cotangents(self, results: Results) -> list[torch.Tensor]:
         """Incoming gradients of results, the same at each call."""
         waves = [torch.arange(t.numel(), device=t.device).mul(1.7).sin().view(t.shape).to(t.dtype) for t in results]
-        waves[0] = waves[0] if self.dout is None else self.dout.to(waves[0].dtype)
+        waves[0] = waves[0] if self.dout is None else self.dout.to(waves[0])
         queries = self.spoiled_queries
         return waves if queries is None else [spoil(w, queries if w.dim() == 4 else queries[..., 0]) for w in waves]
 
@@ -329,8 +391,10 @@ class Call:
         results = (run or self.run)(*leaves, *self.others)
         if not self.differentiable:
             return list(results)
-        finite = [t.masked_fill(t.isneginf(), 0.0) for t in results[: 1 if self.out_alone else None]]
-        return [*(t.detach() for t in results), *torch.autograd.grad(finite, leaves, self.cotangents(finite))]
+        finite = [t.masked_fill(t.isneginf(), 0.0) for t in results]
+        some = [number for number in self.differentiated if number < len(finite)] or [0]
+        outputs, given = ([of[number] for number in some] for of in (finite, self.cotangents(finite)))
+        return [*(t.detach() for t in results), *torch.autograd.grad(outputs, leaves, given, materialize_grads=True)]
 
     def defined(self, dtype: torch.dtype | None = torch.float64) -> list[torch.Tensor]:
         """The outcome by definition; in another dtype, or None for that of the inputs, as PyTorch's operations compute it."""

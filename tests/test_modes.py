@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from calls import ENTRIES, Call, Sizes, assert_right, replayed
-from oracle import DEVICE, LAYOUTS
+from oracle import DEVICE, LAYOUTS, Watching
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -21,25 +20,30 @@ needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 SIZES = Sizes(v_head_dim=24) if DEVICE == "cpu" else Sizes(dtype=torch.float16, head_dim=64, v_head_dim=64)
 # Beside the usual terms, what runs draw or compile functions for.
 TERMS = (*SIZES.terms, "dropout", "own")
+DECODE = " ".join(entry for entry in ENTRIES if entry.startswith("decode"))
+SELECTIONS = " ".join(entry for entry in ENTRIES if "selection" in entry)
 # Modes that some calls do not have: the modes, the calls, and why.
 LACKS = (
-    ("compiled fake graph", "block_sparse_call", "it reads lengths and head types on the host"),
+    ("lengths exported", "model", "its compilation takes half a minute, and its weights are those of a seed"),
+    ("forward", "varlen", "tangents end where documents are moved"),
+    ("lengths exported", "attention_under_a_table context_parallel", "tables are of one length"),
+    ("compiled lengths exported fake graph", "block_sparse_call", "it reads lengths and head types on the host"),
     ("fake", "model", "Transformers reads numbers of its attention mask"),
     ("fake", "varlen_selection", "on a CPU it compares the documents with those of the choice"),
-    ("autocast", "decode decode_in_pages decode_in_eight_bits decode_selection", "it takes tensors as they are"),
-    (
-        "no-q_len no-kv_len",
-        "attention_under_a_table context_parallel selection selection_by_query selection_masses decode_selection varlen_selection "
-        "blocks topk",
-        "tables and picks are of one token at least",
-    ),
+    ("autocast", DECODE, "it takes tensors as they are"),
+    ("no-q_len no-kv_len", "attention_under_a_table context_parallel blocks topk", "tables are of one token at least"),
+    ("no-q_len no-kv_len", SELECTIONS, "picks are of one token at least"),
     ("no-kv_len", "choose decode_in_pages", "there is nothing to choose or no page"),
     ("no-q_len no-kv_len", "pytorch_call", "causal calls of unequal lengths are refused"),
     ("no-batch", "blocks block_sparse_call model", "a batch has one entry at least"),
-    ("vmap", "decode_selection", "on a CPU it is made of PyTorch's operations, which vmap takes"),
+    (
+        "vmap jvp forward traced",
+        " ".join(entry for entry in ENTRIES if entry.startswith("decode_selection")),
+        "on a CPU it is made of PyTorch's operations, which vmap takes",
+    ),
     ("no-q_len", "model", "Transformers reads the last position"),
     ("graph", "model", "Transformers and the layer look for packed sequences in position_ids, on the host"),
-    ("traced", "selection selection_masses decode_selection blocks", "torch.jit makes tensors of lengths, which are refused first"),
+    ("traced", "selection selection_masses blocks", "torch.jit makes tensors of lengths, which are refused first"),
     ("traced", "layer model", "torch.jit refuses their parameters"),
     (
         "meta",
@@ -56,7 +60,7 @@ def forget_compiled_code():
 
 def make(entry: str, mode: str = "", **sizes) -> Call:
     for modes, entries, reason in LACKS:
-        if mode in modes.split() and entry in entries.split():
+        if {*mode.split()} & {*modes.split()} and entry in entries.split():
             pytest.skip(reason)
     return ENTRIES[entry](replace(SIZES, **sizes))
 
@@ -85,19 +89,45 @@ def test_calls_compile_under_a_default_device(entry):
         assert_same(call.outcome(torch.compile(call.run, fullgraph=True, backend="eager")), call.outcome())
 
 
-class Operators(TorchDispatchMode):
-    """The calls of the package's operators."""
+# What compiles anew for each length: a graph holds the table of one capacity of a cache, and of one number of blocks.
+ANEW = ("varlen", "varlen_in_place", "decode", "decode_in_pages", "decode_in_eight_bits", "topk", "selection", "blocks")
+# What is exported for one length, also because picks of symbolic lengths are refused.
+OF_ONE_LENGTH = (*ANEW, "selection_masses", *(entry for entry in ENTRIES if entry.startswith("decode_selection")))
 
-    def __init__(self):
+
+def of_length(entry: str, mode: str, tokens: int, seed: int = 0) -> Call:
+    return make(entry, mode, q_len=tokens, kv_len=tokens, terms=(), seed=seed)
+
+
+@every_entry
+def test_compiled_code_takes_other_lengths_in_one_graph_more(entry):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(of_length(entry, "lengths", 70).run, fullgraph=True, backend=counter)
+    for tokens in (150, 260, 333):
+        call = of_length(entry, "lengths", tokens)
+        assert_same(call.outcome(compiled), call.outcome())
+    assert counter.frame_count <= (3 if entry in ANEW else 2)
+
+
+class Program(torch.nn.Module):
+    def __init__(self, run):
         super().__init__()
-        self.seen = {}
+        self.run = run
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "sparse_flash":
-            # Backward passes are not differentiable again.
-            seen = tree_map_only(torch.Tensor, torch.Tensor.detach, args) if "backward" in str(function) else args
-            self.seen.setdefault(function, (seen, kwargs or {}))
-        return function(*args, **(kwargs or {}))
+    def forward(self, *tensors):
+        return self.run(*tensors)
+
+
+@every_entry
+def test_exported_programs_hold_operators_and_take_other_numbers_and_lengths(entry):
+    lengths = (70, 70) if entry in OF_ONE_LENGTH else (200, 33)
+    call, *others = (of_length(entry, "exported", *of) for of in ((70, 0), *zip(lengths, (12, 24), strict=True)))
+    tensors, other = ((*each.inputs, *each.others) for each in (call, others[0]))
+    dynamic = [{d: torch.export.Dim.AUTO for d in range(t.dim()) if t.shape[d] != o.shape[d]} for t, o in zip(tensors, other)]
+    program = torch.export.export(Program(call.run), tensors, dynamic_shapes=(tuple(dynamic),))
+    assert any("sparse_flash." in str(node.target) for node in program.graph.nodes)
+    for each in (call, *others):
+        assert_same(program.module()(*each.inputs, *each.others), each())
 
 
 CHECKED: set[tuple] = set()  # operators, with the kinds of their arguments
@@ -109,11 +139,19 @@ def kind_of(argument):
 
 @every_entry
 def test_operators_pass_opcheck(entry):
-    with Operators() as operators:
+    calls = {}
+
+    def see(function, args, results):
+        if function.namespace == "sparse_flash":
+            # Backward passes are not differentiable again.
+            args = tree_map_only(torch.Tensor, torch.Tensor.detach, args) if "backward" in str(function) else args
+            calls.setdefault(function, args)
+
+    with Watching(see):
         make(entry).outcome()
-    assert operators.seen
-    for operator, (args, kwargs) in operators.seen.items():
-        kinds = operator, str(tree_map(kind_of, (args, kwargs)))
+    assert calls
+    for operator, args in calls.items():
+        kinds = operator, str(tree_map(kind_of, args))
         if kinds in CHECKED:
             continue
         CHECKED.add(kinds)
@@ -122,7 +160,7 @@ def test_operators_pass_opcheck(entry):
             checks.append("test_aot_dispatch_dynamic")
         if not any(isinstance(t, torch.Tensor) and t.dtype == torch.float8_e4m3fn for t in args):  # which it multiplies
             checks.append("test_schema")
-        torch.library.opcheck(operator, args, kwargs, test_utils=checks)
+        torch.library.opcheck(operator, args, test_utils=checks)
 
 
 @every_entry
@@ -182,11 +220,25 @@ def test_empty_tensors_have_empty_results_and_gradients_of_zero(entry, missing):
     assert_right(make(entry, f"no-{missing}", **{missing: 0}), "auto")
 
 
+def forward_mode(function, *tensors):
+    with torch.autograd.forward_ad.dual_level():
+        return function(*(torch.autograd.forward_ad.make_dual(t, t) for t in tensors))
+
+
+TRANSFORMS = {
+    "vmap": lambda function, *tensors: torch.vmap(function)(*(t[None] for t in tensors)),
+    "grad": lambda function, *tensors: torch.func.grad(lambda *t: function(*t).sum())(*tensors),
+    "jvp": lambda function, *tensors: torch.func.jvp(function, tensors, tensors),
+    "forward": forward_mode,
+}
+
+
 @every_entry
-def test_transforms_of_functions_are_refused(entry):
-    call = make(entry, "vmap")
-    with pytest.raises(Exception, match=r"vmap|torch\.func|transform"):
-        torch.vmap(lambda *t: call.run(*t, *call.others)[0])(*(t[None] for t in call.inputs))
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_functions_are_refused(entry, transform):
+    call = make(entry, transform)
+    with pytest.raises(Exception, match=r"vmap|torch\.func|transform|reverse-mode autograd|gives no gradients"):
+        TRANSFORMS[transform](lambda *t: call.run(*t, *call.others)[0], *call.inputs)
 
 
 @every_entry
@@ -251,6 +303,7 @@ def test_second_derivatives_raise_though_the_gradient_that_arrives_is_constant(e
     through_attention = leaves[:1] if entry in ("layer", "model") else leaves[:4]
     for leaf in through_attention:
         (gradient,) = torch.autograd.grad(result, leaf, create_graph=True)
+        torch.testing.assert_close(gradient, *torch.autograd.grad(result, leaf, retain_graph=True))
         for other in through_attention:
             with pytest.raises(RuntimeError, match=r"differentiable once|not currently support double backward"):
                 torch.autograd.grad(gradient.sum(), other, allow_unused=True, retain_graph=True)

@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accepted import fitted
-from oracle import BACKENDS, DEVICE, check, dense_attention, make_call, require, tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from oracle import BACKENDS, DEVICE, Sizes, Watching, check, make_call, normal, sizes_for
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -21,17 +18,8 @@ every_backend = parametrize("backend", BACKENDS)
 LOCAL = sf.causal() & sf.local(50)
 
 
-def inputs(q_len=100, kv_len=None, *, batch=1, heads=2, kv_heads=2, head_dim=16, seed=0, **kwargs):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(batch, heads, q_len, head_dim)] + 2 * [(batch, kv_heads, kv_len or q_len, head_dim)]
-    return [tensor(shape, generator=generator, **kwargs) for shape in shapes]
-
-
-def accepted(backend, *lengths, dtype=torch.float32, head_dim=16, requires_grad=False, **kwargs):
-    """``inputs`` of this dtype and head_dim, or of the nearest that the back end accepts."""
-    tensors = inputs(*lengths, **fitted(backend, {"dtype": dtype, "head_dim": head_dim}), **kwargs)
-    require(backend, make_call(*tensors[:2]), lambda: sf.attention(*tensors, backend=backend))
-    return [t.requires_grad_(requires_grad) for t in tensors]
+def inputs(q_len=100, *, batch=1, heads=2, kv_heads=2, **kwargs):
+    return normal(Sizes(q_len=q_len, kv_len=q_len, batch=batch, heads=heads, kv_heads=kv_heads, **kwargs))
 
 
 @parametrize("length", [2, 33, 130])
@@ -43,11 +31,6 @@ def test_scores_far_below_zero_give_no_weight_to_keys_that_do_not_exist(backend,
     dtype = torch.float32 if backend == "reference" else torch.float16
     for options in ({}, {"deterministic": True}) if DEVICE == "cuda" else ({},):
         check(backend, pattern, length, dtype=dtype, head_dim=64, block_size=128, score_shift=shift, **options)
-
-
-def test_results_of_expanded_tensors_are_contiguous():
-    q, k, v = (t.expand(3, -1, -1, -1) for t in inputs())  # a result cannot have a stride of 0
-    assert sf.attention(q, k, v, LOCAL).is_contiguous()
 
 
 def test_hopper_names_a_head_dim_of_v_that_it_does_not_run(monkeypatch):
@@ -64,30 +47,17 @@ def test_hopper_names_a_head_dim_of_v_that_it_does_not_run(monkeypatch):
 
 @every_backend
 def test_a_mask_that_keeps_all_takes_the_dense_path(backend):
-    q, k, v = accepted(backend, 150)
+    q, k, v = normal(sizes_for(backend, q_len=150, kv_len=150))
     dense = sf.attention(q, k, v, backend=backend)
     for everything in (sf.full(), sf.causal() | ~sf.causal(), sf.compile_mask("full", 150, block_size=16, device=DEVICE)):
         assert torch.equal(sf.attention(q, k, v, everything, backend=backend), dense)
-
-
-@every_backend
-def test_gradients_of_lse_alone_are_right(backend):
-    q, k, v = accepted(backend, requires_grad=True)
-    _, lse = sf.attention(q, k, v, "causal", return_lse=True, backend=backend)
-    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v), allow_unused=True)
-    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    _, wanted = dense_attention(*exact, torch.ones(100, 100, dtype=torch.bool, device=DEVICE).tril())
-    tolerances = {"rtol": 1e-3, "atol": 1e-5} if q.dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    for grad, right in zip((dq, dk), torch.autograd.grad(wanted.sum(), exact[:2]), strict=True):
-        torch.testing.assert_close(grad.double(), right, **tolerances)
-    assert dv is None or (dv == 0).all()
 
 
 # The choice of a back end.
 
 
 def test_auto_takes_torch_on_a_cpu_and_triton_on_a_gpu():
-    q, k, v = inputs(device="cpu")
+    q, k, v = (t.cpu() for t in inputs())
     assert backends.choose_backend("auto", make_call(q, k)) == "torch"
     assert torch.equal(sf.attention(q, k, v), sf.attention(q, k, v, backend="torch"))
     if DEVICE == "cuda":
@@ -129,37 +99,27 @@ def test_calls_with_heads_before_tokens_are_not_warned_of(shapes):
     sf.attention(q, k, k, "causal")
 
 
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return result
+def largest(see: list):
+    """Within it, the list gets the number of elements of each tensor that an operation returns; not those inside operators."""
+    return Watching(lambda function, args, results: see.extend(t.untyped_storage().nbytes() // t.element_size() for t in results))
 
 
 @parametrize("lse_gradient", [False, True])
 @parametrize("spec, tokens, least", [(LOCAL, 32768, 21), (sf.causal() & (sf.local(64) | sf.sinks(4)), 32768, 21), (None, 4096, 18)])
 def test_the_torch_back_end_takes_memory_linear_in_tokens(spec, tokens, least, lse_gradient):
-    q, k, v = inputs(tokens, heads=1, kv_heads=1, device="cpu")
+    q, k, v = (t.cpu() for t in inputs(tokens, heads=1, kv_heads=1))
     mask = None if spec is None else sf.compile_mask(spec, tokens, block_size=64)
-    with LargestTensor() as seen:  # which does not see inside operators
+    with largest(seen := []):
         out, lse = torch_backend.forward(q, k, v, mask, 0.25, False, None)
         torch_backend.backward(out, lse if lse_gradient else None, q, k, v, out, lse, mask, 0.25, False, None)
-    assert tokens * 16 <= seen.elements <= max(tokens * 16, torch.get_num_threads() << least) < tokens**2
+    assert tokens * 16 <= max(seen) <= max(tokens * 16, torch.get_num_threads() << least) < tokens**2
 
 
 @parametrize("every", [1, 4])
 def test_keys_that_are_always_kept_beside_picks_take_little_memory(every):
     q, k, v = (torch.randn(1, heads, 512, 64) for heads in (6, 2, 2))
     selection = sf.topk_blocks(q, k, 4, every=every, block_size=16, always="sinks(4) | local(64)")
-    with LargestTensor() as seen:
+    with largest(seen := []):
         out, lse = selection_torch.forward(q, k, v, selection, 0.1)
         selection_torch.backward(QueryRows(q, out, lse, out, lse), k, v, selection, 0.1)
-    assert seen.elements <= selection_torch._CHUNK_CPU // 4  # of a chunk of all queries
+    assert max(seen) <= selection_torch._CHUNK_CPU // 4  # of a chunk of all queries

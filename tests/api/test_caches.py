@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from calls import replayed
-from oracle import DEVICE
+from calls import ENTRIES, replayed
+from oracle import DEVICE, Sizes
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -18,18 +18,13 @@ from sparse_flash.api import call as api_call
 from sparse_flash.masks import cache, registry
 
 
-def calls(dtype=torch.float32) -> list[torch.Tensor]:
-    q = torch.randn(1, 2, 150, 64, device=DEVICE, dtype=dtype, generator=torch.Generator(DEVICE).manual_seed(0))
-    decoded = sf.attention_decode(q[:, :, :1], q, q, "causal & local(20)")
-    documents = torch.tensor([0, 70, 150], dtype=torch.int32, device=DEVICE)
-    packed = sf.attention_varlen(*[q[0].transpose(0, 1)] * 3, documents, mask="causal & strided(2, block=16)")
-    topk = sf.attention(q, q, q, sf.topk_blocks(q, q, 2, block_size=16), backend="torch")
-    chosen = sf.attention(q, q, q, "causal & pooled(keep=1)")
-    return [chosen, sf.attention(q, q, q, "causal & local(20)"), sf.attention(q, q, q), decoded, packed, topk]
+def results() -> list[torch.Tensor]:
+    sizes = Sizes(head_dim=64, v_head_dim=64)
+    return [t for entry in ENTRIES if entry != "model" for t in ENTRIES[entry](sizes)()]
 
 
 def test_clearing_empties_every_memory_of_calls():
-    before = calls()
+    before = results()
     if backends.get_backend("triton").why_unavailable() is None:
         from sparse_flash.kernels.hopper import own_scores
         from sparse_flash.kernels.portable.configs import decode_config
@@ -42,7 +37,7 @@ def test_clearing_empties_every_memory_of_calls():
     assert api_call.chosen_backends and len([value for value in bounded if value.cache_info().currsize]) >= 7
     sf.clear_caches()
     assert not api_call.chosen_backends and [value for value in bounded if value.cache_info().currsize] == []
-    assert all(map(torch.equal, calls(), before))
+    assert all(map(torch.equal, results(), before))
 
 
 def test_masks_that_nobody_holds_are_freed():

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 from accepted import needs_triton
-from calls import Counted, assert_right, decode, decode_in_eight_bits, in_eight_bits, in_pages, name_of, sizes_for, unless_refused
-from oracle import BACKENDS, DEVICE, check, require, tensor
+from calls import Counted, assert_right, decode, decode_in_eight_bits, in_pages, name_of
+from oracle import BACKENDS, DEVICE, check, sizes_for, tensor, unless_refused
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -54,6 +54,9 @@ ROWS = [
         {"spec": WINDOW, "dtype": dtype, "head_dim": dim, "lens": (290, 40)}
         for dtype, dim in product((torch.float16, torch.float32, torch.bfloat16, torch.float64), (20, 64, 80))
     ),
+    # After padding, each sequence is what it is at the front of its cache.
+    *({"spec": spec, "terms": ("starts",), "queries": 1, "lens": (200, 90, 200, 151, 64)} for spec in (None, WINDOW)),
+    *({"spec": spec, "terms": ("starts",), "queries": 3, "lens": (200, 90, 200, 151, 64)} for spec in ("causal", HEADS)),
     *({"spec": WINDOW, "layout": layout, "lens": (290, 40)} for layout in ("tokens first", "sliced", "head_dim first")),
 ]
 
@@ -66,10 +69,11 @@ def test_every_cache_is_read_as_the_definition_says(row, backend):
         assert_right(decode(sizes), backend, keeps_order=True)
 
 
-# The size of a page, and what differs from usual sizes.
+# The size of a page, and what else differs from usual sizes.
 IN_EIGHT_BITS = [
     (None, {"head_dim": 22, "v_head_dim": 128, "layout": "tokens first", "q_len": 1}),
     (16, {"dtype": torch.float16, "heads": 3, "kv_heads": 1, "layout": "sliced"}),
+    (None, {"dtype": torch.float16, "terms": ("starts",)}),
     (128, {"dtype": torch.bfloat16, "head_dim": 32, "q_len": 20, "queries": 20}),
 ]
 
@@ -105,30 +109,6 @@ def test_lengths_past_the_capacity_are_the_capacity_and_negative_ones_are_none(b
     assert torch.equal(*outs[:2]) and torch.equal(outs[2][0], outs[0][0])  # without lengths, the cache is full
 
 
-@parametrize("pattern, q_len", [(None, 1), ("causal", 3), ("causal & (local(70) | sinks(3))", 1), (HEADS, 3)])
-@on_each
-def test_a_sequence_after_padding_is_what_it_is_at_the_front_of_its_cache(backend, pattern, q_len):
-    generator = torch.Generator().manual_seed(0)
-    starts, ends = torch.tensor([0, -4, 37, 150, 200]), torch.tensor([200, 90, 200, 151, 999])
-    q = torch.randn(5, 4, q_len, 16, generator=generator).to(DEVICE, torch.float16)
-    k, v = torch.randn(2, 5, 2, 200, 16, generator=generator).to(DEVICE, torch.float16)
-    scales = 1 + torch.rand(2, 5, 2, 200, generator=generator).to(DEVICE)
-    gone = torch.arange(200, device=DEVICE)[None, None, :, None] < starts[:, None, None, None].to(DEVICE)
-    later = {"kv_starts": starts.to(DEVICE), "kv_lens": ends.to(DEVICE), "backend": backend, "return_lse": True}
-    padded = sf.attention_decode(q, k.masked_fill(gone, float("nan")), v.masked_fill(gone, float("nan")), pattern, **later)
-    # e4m3, with a scale for each token; the interpreter computes it in float16.
-    k8, v8 = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
-    scaled = sf.attention_decode(q, k8, v8, pattern, k_scale=scales[0], v_scale=scales[1], **later)
-    for row, (start, end) in enumerate(zip(starts.clamp(min=0).tolist(), ends.clamp(max=200).tolist(), strict=True)):
-        one, front = slice(row, row + 1), (slice(row, row + 1), slice(None), slice(start, end))
-        options = {"backend": backend, "return_lse": True}
-        of_scales = {"k_scale": scales[0][front].contiguous(), "v_scale": scales[1][front].contiguous()}
-        alone = sf.attention_decode(q[one], k[front], v[front], pattern, **options)
-        alone += sf.attention_decode(q[one], k8[front], v8[front], pattern, **of_scales, **options)
-        for ours, theirs in zip((*padded, *scaled), alone, strict=True):
-            torch.testing.assert_close(ours[one], theirs, atol=2e-3, rtol=2e-3)
-
-
 @parametrize("block_size", [16, 64, 256])
 @parametrize("backend", ["torch", "triton"])
 def test_masks_of_heads_and_of_other_blocks_are_visited_head_by_head(backend, block_size):
@@ -159,32 +139,6 @@ def test_a_growing_cache_compiles_its_pattern_seldom():
         sf.attention_decode(q, keys, keys, Counted(), kv_lens=lens, backend="torch")
         compilations.append(len(Counted.evaluations) > 0)
     assert compilations[:3] == [True, False, False] and sum(compilations) <= 3
-
-
-@on_each
-def test_compiled_code_takes_caches_of_other_capacities_and_lengths(backend):
-    torch._dynamo.reset()
-
-    def step(q, k, lens):
-        return sf.attention_decode(q, k, k, "causal & local(30)", kv_lens=lens, backend=backend)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for capacity in (70, 90, 130):
-        q, k = torch.randn(2, 4, 2, 16, device=DEVICE), torch.randn(2, 2, capacity, 16, device=DEVICE)
-        require(backend, backends.Call.from_tensors(q, k, k, 128))
-        lens = torch.tensor([capacity, 50], dtype=torch.int32, device=DEVICE)
-        torch.testing.assert_close(compiled(q, k, lens), step(q, k, lens))
-
-
-@needs_triton
-@parametrize("dim", [16, 32, 64, 128, 256])
-def test_a_combining_program_holds_as_many_splits_as_its_registers_and_its_compiler_bear(dim):
-    from sparse_flash.kernels.portable import decode as kernels
-
-    # Their code is unrolled: with 256 splits, of one row of 16 numbers each, compiling took minutes.
-    for rows in (1, 2, 8, 64):
-        splits = kernels.combined_at_a_time(rows, dim)
-        assert 1 <= splits <= 32 and (splits == 1 or splits * rows * dim <= 4096)
 
 
 @parametrize("q_len, spec", [(1, None), (33, None), (1, "causal & local(300)"), (33, "causal & strided(9, block=64)")])
@@ -223,30 +177,6 @@ def test_heads_may_share_a_mask_in_one_sequence_and_not_in_the_next():
 
 
 # Caches in e4m3.
-
-CAPACITY = 256
-
-
-@parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
-@parametrize("unit, page", [(1, None), (1, 16), (CAPACITY, None), (128, 128)])
-@parametrize("block, q_len, share", [(16, 1, True), (64, 3, False)])
-def test_picked_blocks_are_read_as_their_numbers_times_their_scales(backend, unit, page, block, q_len, share):
-    generator = torch.Generator().manual_seed(unit)
-    q, k, v = (tensor((2, heads, tokens, 32), generator=generator) for heads, tokens in ((4, q_len), (2, CAPACITY), (2, CAPACITY)))
-    stored, scales = zip(*(in_eight_bits(t, unit, generator) for t in (k, v)), strict=True)
-    keys, values = (t.double() * scale.double() for t, scale in zip(stored, scales, strict=True))
-    lens = torch.tensor([CAPACITY - 5, 130], device=DEVICE)
-    options = {"kv_lens": lens}
-    if page:
-        (k, options["block_table"]), (v, _), *scales = (in_pages(t.float(), page) for t in (*stored, *scales))
-        stored, scales = (k.to(E4M3), v.to(E4M3)), [scale for scale, _ in scales]
-    k_scale, v_scale = (scale[..., 0] if unit == 1 else scale[:, :, 0, 0] for scale in scales)
-    chosen = sf.topk_blocks(q, keys.float(), 3, every=1, block_size=block, share_group=share)
-    given = {"k_scale": k_scale, "v_scale": v_scale, "return_lse": True, "backend": backend, **options}
-    found = sf.attention_decode(q, *stored, chosen, **given)
-    exact = sf.attention_decode(q.double(), keys, values, chosen, kv_lens=lens, return_lse=True, backend="torch")
-    for ours, wanted in zip(found, exact, strict=True):
-        torch.testing.assert_close(ours.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 @needs_triton

@@ -1,5 +1,7 @@
 """topk_blocks keeps the blocks that its definition names, for blocks of queries."""
 
+from functools import partial
+
 import chosen
 import numpy as np
 import pytest
@@ -7,17 +9,16 @@ import strategies
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import DEVICE, LAYOUTS, tensor
+from oracle import DEVICE, LAYOUTS, Sizes, normal
 
 import sparse_flash as sf
 
 parametrize = pytest.mark.parametrize
 
 
-def inputs(q_len, kv_len, *, batch=1, heads=2, kv_heads=2, head_dim=8, dtype=torch.float32, layout="heads first", seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (batch, heads, q_len, head_dim), (batch, kv_heads, kv_len, head_dim)
-    return [tensor(shape, layout, dtype=dtype, generator=generator) for shape in shapes]
+def inputs(q_len, kv_len, **given):
+    few = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8}
+    return normal(Sizes(q_len=q_len, kv_len=kv_len, **few | given))[:2]
 
 
 def definition(q, k, keep, size, within, always, share_group):
@@ -53,14 +54,22 @@ def test_what_is_kept_is_what_the_definition_keeps(
         np.testing.assert_array_equal(found.to_dense().cpu().expand(2, heads[0], -1, -1), wanted)
 
 
-@parametrize("every", [None, 1])
-def test_autocast_chooses_by_the_cast_tensors_and_rounds_no_product(every):
+CHOICES = {
+    "blocks": partial(sf.topk_blocks, keep=5, block_size=16),
+    "queries": partial(sf.topk_blocks, keep=5, every=1, block_size=16),
+    "sampled": partial(sf.choose_blocks, "causal & (sampled(4, keep=3, block=64) | sinks(4))"),
+    "pooled": partial(sf.choose_blocks, "pooled(relative=0.97, block=64, share_group=True)"),
+    "antidiagonal": partial(sf.choose_blocks, "causal & antidiagonal(8, budget=0.4, block=64)"),
+}
+
+
+@parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_autocast_chooses_by_the_cast_tensors_and_rounds_no_product(choice):
     q, k = inputs(512, 512, head_dim=64)
-    wanted = sf.topk_blocks(q.bfloat16(), k.bfloat16(), 5, every=every, block_size=16)
+    wanted = choice(q=q.bfloat16(), k=k.bfloat16())
     with torch.autocast(DEVICE, torch.bfloat16):
         for pair in ((q, k), (q, k.bfloat16()), (q.bfloat16(), k.bfloat16())):
-            chosen_again = sf.topk_blocks(*pair, 5, every=every, block_size=16)
-            assert torch.equal(chosen_again.to_dense(), wanted.to_dense())
+            assert torch.equal(choice(q=pair[0], k=pair[1]).to_dense(), wanted.to_dense())
 
 
 @parametrize("keep, counts", [(1, [1] * 6), (3, [1, 2, 3, 3, 3, 3]), (9, [1, 2, 3, 4, 5, 6]), (0.5, [1, 1, 2, 2, 3, 3])])

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from accepted import needs_triton
-from calls import Counted, assert_right, replayed, sizes_for, unless_refused, varlen
+from calls import Counted, assert_right, replayed, varlen
 from hypothesis import given, settings
-from oracle import DEVICE
+from oracle import DEVICE, sizes_for, unless_refused
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext

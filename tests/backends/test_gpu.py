@@ -4,11 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from oracle import check, heavy_rows_split, no_host_synchronization
+from oracle import check, heavy_rows_split, no_host_synchronization, tiles
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 import sparse_flash as sf
-from sparse_flash.masks import document_blocks, tall
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.usefixtures("poison")]
 parametrize = pytest.mark.parametrize
@@ -46,14 +45,6 @@ BACKENDS = ["triton", "hopper"]
 @parametrize("backend", BACKENDS)
 def test_every_pattern_head_dim_and_dtype_is_right(backend, name, head_dim, dtype):
     check(backend, PATTERNS[name], 385, 380, block_size=128, dtype=dtype, head_dim=head_dim, heads=4, kv_heads=2, batch=2)
-
-
-def test_hopper_leaves_narrow_v_to_the_portable_kernels():
-    q, v = (torch.randn(1, 2, 300, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for dim in (128, 24))
-    ours = sf.attention(q, q, v, "causal & local(90)")
-    named = sf.attention(q, q, v, "causal & local(90)", backend="triton")
-    assert ours.shape == v.shape and torch.equal(ours, named)
-    assert all(map(torch.equal, *(torch.autograd.grad(out.square().sum(), (q, v)) for out in (ours, named))))
 
 
 @parametrize("mask", [None, "causal & local(90)"])
@@ -164,36 +155,23 @@ def test_programs_that_compute_many_tiles_each_are_right(spec, head_dim, v_head_
     check("hopper", spec, 2048, block_size=128, dtype=torch.bfloat16, **shape)
 
 
-@pytest.fixture
-def take_tiles(monkeypatch):
-    """Makes calls take tiles of 64 queries, of 192, or of 128 that start where documents start, wherever such tiles exist."""
-    from sparse_flash.kernels.hopper import configs
-
-    def take(short=0, tall_time=1.34):
-        monkeypatch.setattr(configs, "SHORT_TILES", dict.fromkeys(configs.SHORT_TILES, short))
-        monkeypatch.setattr(configs, "TALL_TILE_TIME", tall_time)
-
-    monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
-    monkeypatch.setattr(document_blocks, "_LEAST_GAIN", 0)
-    return take
-
-
 @parametrize("head_dim", (64, 80, 128, 192, 256))
 @parametrize("spec", (None, "causal", "local(100) | sinks(70)"))
-def test_short_calls_are_right_in_tiles_of_64_queries(spec, head_dim, take_tiles):
-    take_tiles(short=1 << 20)
+def test_short_calls_are_right_in_tiles_of_64_queries(spec, head_dim):
+    given = {"dtype": torch.bfloat16, "head_dim": head_dim, "heads": 4, "kv_heads": 2}
     for q_len, block_size in ((700, 128), (515, 256)):
-        check("hopper", spec, q_len, 600, block_size=block_size, dtype=torch.bfloat16, head_dim=head_dim, heads=4, kv_heads=2)
+        with tiles(short=True):
+            check("hopper", spec, q_len, 600, block_size=block_size, **given)
 
 
 @parametrize("split", [False, True])
 @parametrize("name", PATTERNS)
-def test_tiles_of_192_queries_are_right_with_rows_of_their_own(name, split, take_tiles):
-    take_tiles(tall_time=0)
-    with heavy_rows_split() if split else nullcontext():
-        mask = sf.compile_mask(PATTERNS[name], 385, 380, device="cuda")
-        assert mask.tall is not None
-    check("hopper", mask, 385, 380, dtype=torch.bfloat16, head_dim=64, heads=4, kv_heads=2, batch=2)
+def test_tiles_of_192_queries_are_right_with_rows_of_their_own(name, split):
+    with tiles(tall=True):
+        with heavy_rows_split() if split else nullcontext():
+            mask = sf.compile_mask(PATTERNS[name], 385, 380, device="cuda")
+            assert mask.tall is not None
+        check("hopper", mask, 385, 380, dtype=torch.bfloat16, head_dim=64, heads=4, kv_heads=2, batch=2)
 
 
 OF_DOCUMENTS = "shifted(documents((0, 33, 40, 200, 385, 1000)), 0, allow_uncovered=True)"
@@ -202,13 +180,13 @@ OF_DOCUMENTS = "shifted(documents((0, 33, 40, 200, 385, 1000)), 0, allow_uncover
 @parametrize("deterministic", [False, True])
 @parametrize("head_dim", (64, 96, 128))
 @parametrize("spec", (f"causal & {OF_DOCUMENTS}", OF_DOCUMENTS, f"causal & local(100) & {OF_DOCUMENTS}"))
-def test_tiles_that_start_where_documents_start_are_right(spec, head_dim, deterministic, take_tiles):
-    take_tiles(tall_time=1 << 30)
-    mask = sf.compile_mask(spec, 1100, device="cuda")
-    assert mask.by_document is not None
-    for kv_heads in (4, 2):
-        options = {"head_dim": head_dim, "kv_heads": kv_heads, "deterministic": deterministic}
-        check("hopper", mask, 1100, dtype=torch.bfloat16, heads=4, batch=2, **options)
+def test_tiles_that_start_where_documents_start_are_right(spec, head_dim, deterministic):
+    with tiles(by_document=True):
+        mask = sf.compile_mask(spec, 1100, device="cuda")
+        assert mask.by_document is not None
+        for kv_heads in (4, 2):
+            options = {"head_dim": head_dim, "kv_heads": kv_heads, "deterministic": deterministic}
+            check("hopper", mask, 1100, dtype=torch.bfloat16, heads=4, batch=2, **options)
 
 
 @parametrize("backend", BACKENDS)

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from calls import one_rank
-from oracle import DEVICE, tensor
+from oracle import DEVICE, Sizes, normal
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
-from sparse_flash.masks.cache import compile_cached
 from sparse_flash.masks.parsing import text_of
 
 TOKENS = 200
@@ -26,13 +25,12 @@ def forget_compiled_code():
     torch._dynamo.reset()
 
 
-def inputs(tokens=TOKENS, device=DEVICE):
-    generator = torch.Generator().manual_seed(tokens)
-    return [tensor((1, 2, tokens, 16), device=device, generator=generator).requires_grad_() for _ in range(3)]
+def inputs(tokens=TOKENS):
+    return [t.requires_grad_() for t in normal(Sizes(batch=1, heads=2, q_len=tokens, kv_len=tokens, seed=tokens))]
 
 
 def plain_inputs(tokens=TOKENS, device=DEVICE):
-    return [t.detach() for t in inputs(tokens, device)]
+    return [t.detach().to(device) for t in inputs(tokens)]
 
 
 def compiled(function):
@@ -63,29 +61,6 @@ def test_a_compiled_function_does_not_recompile_when_only_the_mask_changes():
         mask = replace(sf.compile_mask(pattern, TOKENS, block_size=32, device=DEVICE), coarse=None, slow=number % 2 == 0)
         assert_same(function, inputs(), mask, mask)
     assert counter.frame_count == 1
-
-
-@parametrize(
-    "pattern", ["causal & local(50)", "full", pytest.param(LOCAL, marks=needs_213), None], ids=["text", "full", "pattern", "dense"]
-)
-def test_many_lengths_take_three_graphs_at_most_and_give_what_eager_calls_give(pattern):
-    function, counter = compiled(lambda q, k, v: attend(q, k, v, pattern))
-    for tokens in (33, 64, 100, 129, 200, 256, 333):
-        assert_same(function, inputs(tokens), pattern)
-    assert counter.frame_count <= 3
-
-
-def test_masks_made_at_run_time_compile_with_dynamic_sizes():
-    def attend(q, blocks):
-        listed = sf.BlockMask.from_blocks(blocks, 16, q.shape[2], q.shape[2], within="causal")
-        chosen = sf.topk_blocks(q, q, keep=0.5, block_size=16, within="causal & local(40)")
-        return sf.attention(q, q, q, listed), sf.attention(q, q, q, chosen)
-
-    function = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
-    for tokens in (70, 90):
-        q = torch.randn(1, 2, tokens, 16, device=DEVICE)
-        blocks = torch.rand(1, 2, *[-(-tokens // 16)] * 2, device=DEVICE) < 0.7
-        assert all(map(torch.equal, function(q, blocks), attend(q, blocks)))
 
 
 OF_40 = sf.compile_mask("causal & local(9)", 40, block_size=16)
@@ -143,13 +118,16 @@ class Unregistered(EveryThird):
 @parametrize(
     "mask, text, graphs",
     [
+        (None, None, 2),
+        ("full", "full", 2),
         ("causal & every_third", "causal & every_third", 2),
+        pytest.param(LOCAL, "causal & local(50)", 2, marks=needs_213),
         pytest.param(sf.causal() & Unregistered(), None, 3, marks=needs_213),  # one for each length
     ],
-    ids=["registered", "unregistered"],
+    ids=["dense", "full", "registered", "built in", "unregistered"],
 )
-def test_patterns_of_users_compile_and_those_without_spec_text_for_one_length(mask, text, graphs):
-    assert text_of(sf.parse(mask) if isinstance(mask, str) else mask) == text
+def test_patterns_with_spec_text_compile_for_all_lengths_and_others_for_one(mask, text, graphs):
+    assert mask is None or text_of(sf.parse(mask) if isinstance(mask, str) else mask) == text
     function, counter = compiled(lambda q, k, v: attend(q, k, v, mask))
     for tokens in (60, 70, 80):
         assert_same(function, inputs(tokens), mask)
@@ -174,17 +152,9 @@ def test_compiled_code_in_cuda_graphs_takes_other_lengths():
 
 
 @needs_gpu
-def test_tables_that_a_cuda_graph_reads_stay_and_are_not_made_while_it_is_captured():
+def test_tables_are_not_made_while_a_cuda_graph_is_captured():
     q = torch.randn(1, 2, 300, 64, device=DEVICE)
-    wanted = sf.attention(q, q, q, "causal & local(31)")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = sf.attention(q, q, q, "causal & local(31)")
-    for window in range(100, 180):  # more than are kept
-        compile_cached(f"local({window})", 300, 300, 128, q.device)
-    torch.cuda.empty_cache()
-    graph.replay()
-    torch.testing.assert_close(out, wanted)
+    sf.attention(q, q, q, "causal & local(31)")
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="make the call once before"):
         sf.attention(q, q, q, "causal & local(32)")
 
@@ -223,38 +193,8 @@ def test_a_program_that_aotinductor_compiles_runs(tmp_path):
     torch.testing.assert_close(tuple(results), Calls()(*given))
 
 
-def test_exported_programs_hold_the_operator_and_take_other_lengths():
-    class Model(torch.nn.Module):
-        def forward(self, q, k, v):
-            return sf.attention(q, k, v, "causal & local(50)")
-
-    tokens = {2: torch.export.Dim("tokens", min=2, max=4096)}
-    program = torch.export.export(Model(), tuple(plain_inputs()), dynamic_shapes=dict.fromkeys("qkv", tokens))
-    assert any("sparse_flash.attention" in str(node.target) for node in program.graph.nodes)
-    for other in (TOKENS, 77, 300):
-        qkv = plain_inputs(other)
-        assert torch.equal(program.module()(*qkv), sf.attention(*qkv, LOCAL))
-
-
-def test_transforms_that_would_go_wrong_are_refused():
-    q, k, v = plain_inputs(60)
-
-    def attend(q):
-        return sf.attention(q, k, v, LOCAL).sum()
-
-    def tangent():
-        with torch.autograd.forward_ad.dual_level():
-            attend(q)
-            attend(torch.autograd.forward_ad.make_dual(q, q))
-
-    for call in (
-        lambda: torch.func.grad(attend)(q),
-        lambda: torch.func.jvp(attend, (q,), (q,)),
-        lambda: torch.vmap(attend)(q[None]),
-        tangent,
-    ):
-        with pytest.raises(NotImplementedError, match="reverse-mode autograd"):
-            call()
+def test_masks_of_blocks_are_not_made_under_vmap():
+    q, _, _ = plain_inputs(60)
     for make in (lambda q: sf.topk_blocks(q, q, 1).mask_index, lambda q: sf.BlockMask.from_blocks(q[:, :, :4] > 0, 16).mask_index):
         with pytest.raises(NotImplementedError, match=r"masks of blocks are not made under vmap .*; make the mask before"):
             torch.vmap(make)(q[None])
@@ -284,11 +224,10 @@ def test_distributed_tensors_are_refused_with_what_takes_them():
         torch.distributed.destroy_process_group()
 
 
-@parametrize("compiler", ["eager", "aot_eager"])
-def test_second_derivatives_raise_in_compiled_code_though_the_gradient_that_arrives_is_constant(compiler):
+def test_second_derivatives_raise_in_compiled_code_though_the_gradient_that_arrives_is_constant():
     q, k, v = inputs(60)
     rel_bias, sinks = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in ((2, 9), (2,)))
-    function = torch.compile(lambda: sf.attention(q, k, v, rel_bias=rel_bias, sinks=sinks), backend=compiler)
+    function = torch.compile(lambda: sf.attention(q, k, v, rel_bias=rel_bias, sinks=sinks), backend="aot_eager")
     for leaf in (q, rel_bias, sinks):
         (gradient,) = torch.autograd.grad(function().sum(), leaf, create_graph=True)
         for other in (q, k, v, rel_bias, sinks):
@@ -296,12 +235,3 @@ def test_second_derivatives_raise_in_compiled_code_though_the_gradient_that_arri
                 torch.autograd.grad(gradient.sum(), other, allow_unused=True, retain_graph=True)
         with pytest.raises(RuntimeError, match=r"differentiable once|not currently support double backward"):
             gradient.sum().backward()
-
-
-def test_first_derivatives_are_the_same_with_create_graph():
-    q, k, v = inputs(60)
-
-    def gradients(**options):
-        return torch.autograd.grad(attend(q, k, v, LOCAL)[0].square().sum(), (q, k, v), **options)
-
-    assert all(map(torch.equal, gradients(create_graph=True), gradients()))

@@ -18,13 +18,10 @@ from calls import (
     assert_right,
     attention_with_terms,
     every_term,
-    normal,
     own_in_torch,
-    sizes_for,
     surviving,
-    unless_refused,
 )
-from oracle import BACKENDS, DEVICE, dense_attention, make_call, require
+from oracle import BACKENDS, DEVICE, dense_attention, inputs_of, make_call, normal, sizes_for, unless_refused
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -83,20 +80,9 @@ def test_the_torch_back_end_is_right_where_a_row_takes_many_pieces(monkeypatch, 
     assert_right(attention_with_terms(sizes, table), "torch")
 
 
-@every_backend
-@parametrize("spec", ["causal", "local(40)"])
-def test_whole_blocks_that_lengths_cut_are_right(backend, spec):
-    sizes = sizes_for(backend, spec=spec, terms=("lengths",), q_len=40, kv_len=60, heads=1, kv_heads=1, block_size=16)
-    mask = replace(sf.compile_mask(spec, 40, 60, sizes.block_size, device=DEVICE), coarse=None)
-    with unless_refused():
-        assert_right(attention_with_terms(sizes, mask), backend)
-
-
-def inputs(dtype=torch.float32, q_len=70, kv_len=90, head_dim=16, kv_heads=KV_HEADS):
+def inputs(dtype=torch.float32, head_dim=16, **lengths):
     """q, k, v and an incoming gradient, for two batch entries."""
-    shape = {"q_len": q_len, "kv_len": kv_len, "head_dim": head_dim, "v_head_dim": head_dim, "kv_heads": kv_heads}
-    q, k, v = normal(replace(SIZES, dtype=dtype, **shape))
-    return q, k, v, torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
+    return inputs_of(replace(SIZES, dtype=dtype, head_dim=head_dim, v_head_dim=head_dim, **lengths))
 
 
 @needs_triton
@@ -115,21 +101,21 @@ def test_the_portable_kernels_ask_for_positions_that_exist_and_visit_no_tile_wit
     assert len(set(seen)) == 1 and seen[0] > 0
 
 
-def test_philox_gives_the_words_that_its_authors_give():
-    def words_of_four(counter, key):
-        return [int(word) for word in philox_4x32(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(w) for w in key))]
+ONES, PI = 0xFFFFFFFF, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
+PHILOX = [  # the counter, the key, and the words that its authors give
+    (philox_4x32, [0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    (philox_4x32, [ONES] * 4, [ONES] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (philox_4x32, PI[:4], PI[4:], [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    (philox_2x32, [0] * 2, 0, [0x257A3673, 0xCD26BE2A]),
+    (philox_2x32, [ONES] * 2, ONES, [0xAB302C4D, 0x3DC9D239]),
+    (philox_2x32, PI[:2], PI[2], [0xBEDBBE6B, 0xE4C770B3]),
+]
 
-    def words_of_two(counter, key):
-        return [int(word) for word in philox_2x32(tuple(torch.tensor(c) for c in counter), torch.tensor(key))]
 
-    ones = 0xFFFFFFFF
-    assert words_of_four([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert words_of_four([ones] * 4, [ones] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
-    digits_of_pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0]
-    assert words_of_four(*digits_of_pi) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
-    assert words_of_two([0] * 2, 0) == [0x257A3673, 0xCD26BE2A]
-    assert words_of_two([ones] * 2, ones) == [0xAB302C4D, 0x3DC9D239]
-    assert words_of_two([0x243F6A88, 0x85A308D3], 0x13198A2E) == [0xBEDBBE6B, 0xE4C770B3]
+@parametrize("philox, counter, key, words", PHILOX)
+def test_philox_gives_the_words_that_its_authors_give(philox, counter, key, words):
+    key = torch.tensor(key) if isinstance(key, int) else tuple(map(torch.tensor, key))
+    assert list(map(int, philox(tuple(map(torch.tensor, counter)), key))) == words
 
 
 @parametrize("dropout_p", [0.001, 0.1, 0.5, 0.9])
@@ -180,7 +166,8 @@ def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
     if backend == "hopper":
         assert run.supports(make_call(q, k, part.mask, variant=given)) == "it does not support dropout of a part of a sequence"
         return
-    require(backend, make_call(q, k, part.mask))
+    with unless_refused():
+        backends.choose_backend(backend, make_call(q, k, part.mask))
     of_rows, of_cols = ((blocks[:, None].clip(0) * block + np.arange(block)).ravel() for blocks in (rows, cols))
     q, k, v, dout = q[:, :, of_rows], k[:, :, of_cols], v[:, :, of_cols], dout[:, :, of_rows]
     out, lse = run.forward(q, k, v, part.mask, 0.25, False, given)
@@ -251,13 +238,6 @@ def test_a_score_function_is_asked_for_tokens_that_exist_and_its_nan_stays_with_
     torch.testing.assert_close(*outcomes)
 
 
-@needs_triton
-def test_a_score_function_without_triton_is_refused_there():
-    q, k, v, _ = inputs()
-    with pytest.raises(ValueError, match="has no triton function"):
-        sf.attention(q, k, v, score_mod=PLAIN, backend="triton")
-
-
 def test_copies_of_a_score_function_are_itself_and_one_unpickled_elsewhere_compiles(monkeypatch):
     assert copy.deepcopy({"of a layer": OWN})["of a layer"] is OWN and copy.copy(OWN) is OWN
     for one in (PLAIN, OWN):
@@ -288,14 +268,14 @@ class Times(torch.nn.Module):
         return score * self.factor
 
 
-def times(factor):
-    def score_mod(score, batch, head, q_pos, k_pos, params):
-        return score * factor
+CALLED = {
+    "module": Times,
+    "partial": lambda factor: partial(Times(factor).forward),
+    "closure": lambda factor: lambda score, batch, head, q_pos, k_pos, params: score * factor,
+}
 
-    return score_mod
 
-
-@parametrize("make", [Times, lambda factor: partial(Times(factor).forward), times], ids=["module", "partial", "closure"])
+@parametrize("make", CALLED.values(), ids=CALLED)
 def test_what_can_be_called_is_a_score_function_and_two_of_one_name_are_kept_apart_under_compile(make):
     q, k, v, _ = inputs()
     two, three = (sf.ScoreFunction(make(factor)) for factor in (2.0, 3.0))
@@ -306,110 +286,43 @@ def test_what_can_be_called_is_a_score_function_and_two_of_one_name_are_kept_apa
         torch.testing.assert_close((attend(function), sf.attention(q, k, v, score_mod=function, backend="torch")), (wanted, wanted))
 
 
-def refusals(*calls):
-    """Of Hopper's back end."""
-    return [backends.get_backend("hopper").supports(call) for call in calls]
-
-
 @parametrize("deterministic", (False, True))
-@parametrize("name", [name for name in TERMS if "sinks" not in name and name != "large softcap"])
+@parametrize("name", [name for name in TERMS if "sinks" not in name])
 def test_hopper_names_what_it_lacks_and_nothing_else(name, deterministic):
     q, k, *_ = inputs()
-    given = every_term(SIZES)[name]
-    call = make_call(q, k, variant=build_variant(q, k, **given), deterministic=deterministic)
-    reason, without = refusals(call, make_call(q, k))
+    given, supports = every_term(SIZES)[name], backends.get_backend("hopper").supports
+    reason = supports(make_call(q, k, variant=build_variant(q, k, **given), deterministic=deterministic))
     if "rel_bias" in given and given["rel_bias"].requires_grad:
         assert reason == "it computes no gradient of rel_bias"
     elif "score_mod" in given and deterministic:
         assert "score_mod" in reason and "deterministic" in reason
+    elif name == "large softcap":
+        assert reason == "it runs softcap up to 256, as its tanh is less exact near 0; got 10000"
     else:
-        assert reason == without
+        assert reason == supports(make_call(q, k))
 
 
-def test_hopper_refuses_a_soft_cap_that_its_tanh_is_too_coarse_for():
-    q, k, *_ = inputs()
-    usual, large = (make_call(q, k, variant=build_variant(q, k, softcap=cap)) for cap in (256.0, 1e4))
-    coarse = "it runs softcap up to 256, as its tanh is less exact near 0; got 10000"
-    assert refusals(usual, large) == [*refusals(make_call(q, k)), coarse]
+def test_a_score_function_that_reads_a_learned_tensor_is_refused_where_its_gradient_would_be_missing():
+    (q, k, v, _), bias = inputs(), torch.zeros(HEADS, device=DEVICE, requires_grad=True)
+    learned, frozen = (sf.ScoreFunction(lambda s, b, h, i, j, p, bias=bias: s + bias[h]) for bias in (bias, bias.detach()))
 
+    def attend(q, score_mod=learned):
+        return sf.attention(q, k, v, score_mod=score_mod, backend="torch")
 
-@needs_triton
-def test_triton_refuses_a_repeatable_gradient_of_the_bias_and_torch_has_one():
-    q, k, v, _ = inputs()
-    bias = every_term(SIZES)["bias"]["rel_bias"]
-    with pytest.raises(ValueError, match=r"'triton' cannot run this call: .*gradient of rel_bias.*deterministic"):
-        sf.attention(q, k, v, rel_bias=bias, deterministic=True, backend="triton")
-    sf.attention(q, k, v, rel_bias=bias.detach(), deterministic=True, backend="triton")
-    grads = [
-        torch.autograd.grad(sf.attention(q, k, v, rel_bias=bias, deterministic=True).square().sum(), bias)[0] for _ in range(2)
-    ]
-    assert torch.equal(*grads)
-
-
-BIAS = torch.nn.Parameter(torch.zeros(HEADS, device=DEVICE))
-
-
-class Reading(torch.nn.Module):
-    """Functions of scores that read a tensor in all ways but as an argument."""
-
-    def __init__(self, bias):
-        super().__init__()
-        self.bias, self.listed = bias, torch.nn.ParameterList([bias])
-
-    def forward(self, score, batch, head, q_pos, k_pos, params):
-        return score + self.bias[head]
-
-    def functions(self):
-        bias, holder, shift = self.bias, self, lambda head: self.bias[head]
-        return {
-            "a closure": lambda s, b, h, i, j, p: s * bias[h],
-            "a global": lambda s, b, h, i, j, p: s * BIAS[h],
-            "a default": lambda s, b, h, i, j, p, bias=bias: s * bias[h],
-            "an attribute": lambda s, b, h, i, j, p: s * holder.bias[h],
-            "a list": lambda s, b, h, i, j, p: s * holder.listed[0][h],
-            "a function called": lambda s, b, h, i, j, p: s + shift(h),
-            "a function within": lambda s, b, h, i, j, p: (lambda: s + bias[h])(),
-            "a method": self.forward,
-            "a callable": self,
-            "a partial": partial(lambda bias, s, b, h, i, j, p: s * bias[h], bias),
-        }
-
-
-@parametrize("way", Reading(BIAS).functions())
-def test_a_score_function_that_reads_a_learned_tensor_is_refused_where_its_gradient_would_be_missing(way):
-    q, k, v, _ = inputs()
-    learned = sf.ScoreFunction(Reading(BIAS.requires_grad_()).functions()[way])
-    compiled = torch.compile(lambda *qkv: sf.attention(*qkv, score_mod=learned, backend="torch"), backend="eager", fullgraph=True)
-    for call in (lambda *qkv: sf.attention(*qkv, score_mod=learned), compiled):
+    for call in (attend, torch.compile(attend, backend="eager", fullgraph=True)):
         with pytest.raises(Exception, match=r"score_mod must read no tensor that requires a gradient.*rel_bias"):
-            call(q, k, v)
+            call(q)
     with torch.no_grad():
-        sf.attention(q, k, v, score_mod=learned, backend="torch")
-    frozen = sf.ScoreFunction(Reading(BIAS.requires_grad_(False)).functions()[way])
-    sf.attention(q, k, v, score_mod=frozen, backend="torch")
+        attend(q)
+    attend(q, frozen)
 
 
-# Values beyond int32, and its own ends. None of them is -1 or below 90 in its lower 32 bits by chance alone.
-FAR = (2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1)
-
-
-@parametrize("far", FAR)
+@parametrize("far", [2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1])
 @parametrize("backend", ["torch", "triton", "reference"])
-def test_lengths_past_all_tokens_are_all_tokens_and_starts_past_them_leave_none(backend, far, monkeypatch):
+def test_lengths_far_below_zero_and_starts_far_past_all_tokens_leave_none(backend, far, monkeypatch):
     monkeypatch.setattr(variant_module, "is_plain_eager", lambda *_: False)  # as where lengths are not read
-    q, k, v = (torch.randn(2, 1, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-
-    def results(**lengths):
-        out = sf.attention(q, k, v, "causal", backend=backend, **lengths)
-        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
-
-    def of(*values):
-        return torch.tensor(values, device=DEVICE)
-
-    whole = results(kv_lens=of(40, 9), q_lens=of(40, 33), kv_starts=of(0, 2), q_starts=of(3, 0))
-    cut = results(
-        kv_lens=of(far, 9), q_lens=of(far, 33), kv_starts=of(-far, 2), q_starts=of(3, -far - 1 if far < 2**63 - 1 else -far)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
-    for nothing in ({"kv_lens": of(-far, -far)}, {"q_starts": of(far, far)}, {"kv_starts": of(far, far)}, {"q_lens": of(-far, 0)}):
-        assert all((t == 0).all() for t in results(**nothing))
+    q, k, v = normal(sizes_for(backend, heads=1, kv_heads=1))
+    leaves, far = [t.requires_grad_() for t in (q, k, v)], torch.tensor([far, far], device=DEVICE)
+    for nothing in ({"kv_lens": -far}, {"q_starts": far}, {"kv_starts": far}, {"q_lens": -far}):
+        out = sf.attention(q, k, v, "causal", backend=backend, **nothing)
+        assert not any(t.any() for t in (out, *torch.autograd.grad(out.sum(), leaves)))
