@@ -485,7 +485,7 @@ def varlen_selection(sizes: Sizes) -> Call:
 
     def run(q, k, v, bounds):
         packed = [t.squeeze(0).transpose(0, 1) for t in (q, k, v)]
-        chosen = sf.topk_blocks(*packed[:2], 3, cu_seqlens_q=bounds, max_seqlen_q=q.shape[2], **options)
+        chosen = sf.topk_blocks(*packed[:2], 3, cu_seqlens_q=bounds, **options)
         out, lse = sf.attention_varlen(*packed, bounds, mask=chosen, **sizes.options())
         return out.transpose(0, 1)[None], lse[None]
 

@@ -25,11 +25,9 @@ SELECTIONS = " ".join(entry for entry in ENTRIES if "selection" in entry)
 # Modes that some calls do not have: the modes, the calls, and why.
 LACKS = (
     ("lengths exported", "model", "its compilation takes half a minute, and its weights are those of a seed"),
-    ("forward", "varlen", "tangents end where documents are moved"),
     ("lengths exported", "attention_under_a_table context_parallel", "tables are of one length"),
     ("compiled lengths exported fake graph", "block_sparse_call", "it reads lengths and head types on the host"),
     ("fake", "model", "Transformers reads numbers of its attention mask"),
-    ("fake", "varlen_selection", "on a CPU it compares the documents with those of the choice"),
     ("autocast", DECODE, "it takes tensors as they are"),
     ("no-q_len no-kv_len", "attention_under_a_table context_parallel blocks topk", "tables are of one token at least"),
     ("no-q_len no-kv_len", SELECTIONS, "picks are of one token at least"),

@@ -209,7 +209,7 @@ def _check_packed_selection(
     if selection.heads not in (k.shape[1], q.shape[1]):
         raise ValueError(f"picks must be of {k.shape[1]} key heads or {q.shape[1]} query heads; got {tuple(selection.picks.shape)}")
     # On a GPU the values are not known to the host.
-    if q.device.type == "cpu" and not torch.compiler.is_compiling() and ours.tolist() != cu_seqlens_q.tolist():
+    if q.device.type == "cpu" and is_plain_eager(q, ours) and ours.tolist() != cu_seqlens_q.tolist():
         raise ValueError("cu_seqlens_q must be the documents that the selection was made for; got others; choose again for these")
 
 

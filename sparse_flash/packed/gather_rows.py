@@ -7,7 +7,7 @@ import torch
 from ..backends.triton import can_use_kernels as can_use_kernels
 from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
-from ..dispatch.operators import refuse_batched
+from ..dispatch.operators import refuse_batched, refuse_transforms
 from ..kernels.common.streams import current_device
 
 
@@ -17,7 +17,10 @@ def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill:
     x: (n, heads, head_dim). index: (rows,) int32, without repeated rows of x. reverse: (n,) int32, the destination of each row of
     x, or -1. heads_first: whether the result's memory order is head by head or row by row.
     """
-    return (_TakeRows.apply if is_plain_eager(x) else _take_rows_operator)(x, index, reverse, fill, heads_first)
+    if is_plain_eager(x):
+        return _TakeRows.apply(x, index, reverse, fill, heads_first)
+    refuse_transforms(x)
+    return _take_rows_operator(x, index, reverse, fill, heads_first)
 
 
 def _take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:
