@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
-from sparse_flash.masks.pattern import PerHead
+from sparse_flash.masks.pattern import PerBatch, PerHead
 from sparse_flash.variant.definition import Pairs, kept_by_dropout
 from sparse_flash.variant.variant import build_variant
 
@@ -140,12 +140,13 @@ def normal(sizes: Sizes) -> list[torch.Tensor]:
 
 
 def kept_by(spec: sf.Pattern | str | None, q_len: int, kv_len: int) -> torch.Tensor:
-    """(q_len, kv_len) bool; (heads, q_len, kv_len) for a mask of each head."""
+    """(q_len, kv_len) bool; (heads, q_len, kv_len) for a mask of each head, (batch, 1, q_len, kv_len) of each sequence."""
     if not q_len or not kv_len:
         return torch.ones(q_len, kv_len, dtype=torch.bool, device=DEVICE)
     pattern = sf.parse(spec) if isinstance(spec, str) else spec
-    if isinstance(pattern, PerHead):
-        return torch.stack([kept_by(one, q_len, kv_len) for one in pattern.patterns])
+    if isinstance(pattern, PerHead | PerBatch):
+        each = torch.stack([kept_by(one, q_len, kv_len) for one in pattern.patterns])
+        return each if isinstance(pattern, PerHead) else each[:, None]
     return kept_pairs(pattern, None, q_len, kv_len).to(DEVICE)
 
 

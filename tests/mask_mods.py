@@ -10,20 +10,11 @@ _document = torch.bucketize(_index, _starts[1:], right=True)
 _lengths = torch.tensor([180, 271])
 _is_image = (_index % 60 >= 10) & (_index % 60 < 25)
 _image = torch.cumsum((_index % 60 == 10).int(), 0)
-_reach = torch.tensor([1, 40, 300])
 _speaker = torch.randint(0, 3, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
 def causal(b, h, q, kv):
     return q >= kv
-
-
-def sinks_and_window(b, h, q, kv):
-    return (q >= kv) & ((q - kv <= 48) | (kv < 4))
-
-
-def symmetric_window(b, h, q, kv):
-    return (q - kv).abs() <= 33
 
 
 def document(b, h, q, kv):
@@ -57,26 +48,8 @@ def neighborhood_in_z_order(b, h, q, kv):
     return ((q_row - row).abs() <= 2) & ((q_col - col).abs() <= 2)
 
 
-def sliding_tiles(b, h, q, kv):
-    canvas, tile, reach = (6, 10, 5), (2, 5, 5), (0, 1, 0)
-
-    def tiles(i):
-        number, across = i // 50, [extent // side for extent, side in zip(canvas, tile)]
-        return number // (across[1] * across[2]), number // across[2] % across[1], number % across[2]
-
-    kept = q >= 0
-    for extent, side, half, at, key in zip(canvas, tile, reach, tiles(q), tiles(kv)):
-        last = extent // side - 1
-        kept = kept & ((torch.clamp(at, half, max(half, last - half)) - key).abs() <= half)
-    return kept
-
-
 def padded_batch(b, h, q, kv):
     return (q < _lengths[b]) & (kv < _lengths[b]) & (q >= kv)
-
-
-def window_by_head(b, h, q, kv):
-    return (q >= kv) & (q - kv < _reach[h])
 
 
 def by_batch_and_head(b, h, q, kv):
@@ -91,25 +64,9 @@ def speaker(b, h, q, kv):
     return _speaker[b, q] == _speaker[b, kv]
 
 
-MODS = {
-    function.__name__: function
-    for function in (
-        causal,
-        sinks_and_window,
-        symmetric_window,
-        document,
-        prefix_in_each_document,
-        dilated_window,
-        images_before_text,
-        neighborhood_in_z_order,
-        sliding_tiles,
-        padded_batch,
-        window_by_head,
-        by_batch_and_head,
-        nobody_listens,
-        speaker,
-    )
-} | {
-    "and_masks": and_masks(causal, document, sinks_and_window),
-    "or_masks": or_masks(symmetric_window, and_masks(causal, document)),
+RULES = causal, document, prefix_in_each_document, dilated_window, images_before_text, neighborhood_in_z_order
+RULES += padded_batch, by_batch_and_head, nobody_listens, speaker
+MODS = {rule.__name__: rule for rule in RULES} | {
+    "and_masks": and_masks(causal, document, dilated_window),
+    "or_masks": or_masks(dilated_window, and_masks(causal, document)),
 }

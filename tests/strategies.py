@@ -107,7 +107,6 @@ def _composed(inner):
 expressions = st.recursive(leaves, _composed, max_leaves=4)
 HEAD_DIMS = (16, 40, 64, 80, 96, 128)
 V_HEAD_DIMS = (*[None] * 5, 8, 24, 64, 72, 128)  # None (as q and k) half of the time
-v_head_dims = st.sampled_from(V_HEAD_DIMS)
 # (q_len, kv_len): equal, more keys, more queries, and one query as in decoding.
 lengths = st.one_of(
     st.integers(1, 500).map(lambda n: (n, n)),

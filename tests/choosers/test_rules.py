@@ -75,13 +75,23 @@ def by_kernel(scores, allowed, forced, rule, number, copies=1, before=None, firs
     return unpacked(bits, blocks)
 
 
+def by_kernel_in_chunks(*arguments):
+    from sparse_flash.kernels.choosers import rules
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "_TOGETHER", 64)
+        return by_kernel(*arguments)
+
+
 FORCED_WITHOUT_SCORE = np.array([[[[-np.inf, 0.5]]]], np.float32), np.array([[True, True]]), np.array([[True, False]])
-HAS_KERNELS = backends.get_backend("triton").why_unavailable() is None
+WAYS = [by_operations]
+if backends.get_backend("triton").why_unavailable() is None:
+    WAYS = [by_kernel, by_kernel_in_chunks, by_operations]
 
 
 @settings(max_examples=120)
-@given(by=st.sampled_from([by_operations, by_kernel] if HAS_KERNELS else [by_operations]), rows=rows(), rule=rules())
-@example(by=by_kernel if HAS_KERNELS else by_operations, rows=FORCED_WITHOUT_SCORE, rule=("floor", 0.5))
+@given(by=st.sampled_from(WAYS), rows=rows(), rule=rules())
+@example(by=WAYS[0], rows=FORCED_WITHOUT_SCORE, rule=("floor", 0.5))
 def test_a_rule_keeps_what_its_words_say(by, rows, rule):
     scores, allowed, forced = rows
     found = by(*rows, *rule)
@@ -99,19 +109,6 @@ def test_the_kernel_adds_to_the_rows_that_it_is_given_for_all_heads_of_a_group(r
     wanted = before.copy()
     wanted[:, :, first:] |= by_kernel(*rows, *rule).repeat(2, 1)
     np.testing.assert_array_equal(found, wanted)
-
-
-@needs_triton
-@parametrize("rule, number", [("keep", 70), ("budget", 0.4), ("mass", 0.5), ("floor", 0.5), ("relative", 0.5)])
-def test_the_kernel_reads_long_rows_in_chunks(rule, number, monkeypatch):
-    from sparse_flash.kernels.choosers import rules
-
-    monkeypatch.setattr(rules, "_TOGETHER", 64)
-    generator = np.random.default_rng(0)
-    scores = generator.choice(np.array(EXACT, np.float32), (1, 2, 1, 200))
-    allowed, forced = generator.random((1, 200)) < 0.8, np.zeros((1, 200), bool)
-    found = by_kernel(scores, allowed, forced, rule, number)[0]
-    np.testing.assert_array_equal(found, chosen.kept_by(rule, number, scores[0], allowed, forced))
 
 
 # Half of the least number is 0, which no block would have to reach.
@@ -136,18 +133,6 @@ def test_mass_keeps_the_fewest_blocks_that_have_it(by, scores, mass):
         assert has - smallest < Fraction(mass) * total + rounding
         assert all(score <= smallest for score, one in zip(exact, kept) if not one)
     assert kept.any() == (total > 0)
-
-
-@parametrize("by", [by_operations, pytest.param(by_kernel, marks=needs_triton)])
-def test_heads_compete_for_a_budget(by):
-    scores = np.zeros((1, 3, 1, 8), np.float32)
-    scores[0, 1] = 0.9
-    every = np.ones((1, 8), bool)
-    kept = by(scores, every, ~every, "budget", 1 / 3)[0, :, 0]
-    assert kept.sum(1).tolist() == [0, 8, 0]
-    own = np.arange(8)[None] == 7
-    kept = by(scores, every, own, "budget", 1 / 3)[0, :, 0]
-    assert kept.sum(1).tolist() == [1, 6, 1] and kept[:, 7].all()
 
 
 @parametrize("share", [0.07, 0.1, 0.29, 0.58, 1 / 3])

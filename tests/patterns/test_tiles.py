@@ -97,22 +97,8 @@ def test_an_expression_has_one_text_however_it_is_put_together():
     assert (window | "sampled(8, keep=2)") == RAGGED & (sf.parse("sampled(8, keep=2)") | window)
 
 
-ONE, OTHER = sf.tile_window(WHOLE, 1), sf.radial(RAGGED)
-
-
-@pytest.mark.parametrize(
-    "combine",
-    [
-        lambda: ONE & OTHER,
-        lambda: ~ONE | OTHER,
-        lambda: sf.per_head([ONE, OTHER]),
-        lambda: ONE & "local(3)" & OTHER,
-    ],
-)
-def test_patterns_over_several_layouts_are_not_combined(combine):
-    with pytest.raises(ValueError, match=r"over one layout to combine.*; got video_layout\(.* and video_layout\("):
-        combine()
-    apart = [sf.shifted(pattern, 0, allow_uncovered=True) for pattern in (ONE, OTHER)]  # these are over no layout
+def test_patterns_over_several_layouts_combine_where_they_are_shifted():
+    apart = [sf.shifted(pattern, 0, allow_uncovered=True) for pattern in (sf.tile_window(WHOLE, 1), sf.radial(RAGGED))]
     assert sf.compile_mask(apart[0] | apart[1], 90).density > 0
 
 
