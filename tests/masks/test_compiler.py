@@ -191,7 +191,11 @@ def third_units(q, kv):
             lambda q, kv: (kv >= q - 3) & (kv < q + 4),
         ),
         (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, d: np.abs(d, out=d) % 3 == 0}, third_units),
-        (sf.UnitPattern, {"block": 16, "unit_rule": lambda self, i, j: np.subtract(i, j, out=i) % 3 == 0}, third_units),
+        (
+            sf.UnitPattern,
+            {"block": 16, "unit_rule": lambda self, i, j: np.add(i, 3, out=i) % 3 == np.add(j, 3, out=j) % 3},
+            third_units,
+        ),
     ],
 )
 def test_rules_may_change_their_arguments_in_place(base, rule, kept, monkeypatch):

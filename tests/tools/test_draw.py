@@ -43,7 +43,9 @@ def test_the_same_mask_gives_the_same_file(tmp_path, name):
 TITLES = {"many commas": f"documents({tuple(range(0, 512, 7))})", "no spaces": "9" * 3000, "no formula": r"$\frac$"}
 
 
-@pytest.mark.parametrize("title, shape", zip(TITLES.values(), [(1024, 128), (128, 1024), (512, 512)], strict=True), ids=TITLES)
+@pytest.mark.parametrize(
+    "title, shape", list(zip(TITLES.values(), [(1024, 128), (128, 1024), (512, 512)], strict=True)), ids=TITLES
+)
 def test_titles_stay_within_the_picture(tmp_path, monkeypatch, title, shape):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
