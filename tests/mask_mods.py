@@ -36,18 +36,6 @@ def images_before_text(b, h, q, kv):
     return within | last_image | (~_is_image[q] & ~_is_image[kv] & (q >= kv))
 
 
-def neighborhood_in_z_order(b, h, q, kv):
-    def cell(i):
-        row, col = torch.zeros_like(i), torch.zeros_like(i)
-        for bit in range(5):
-            col = col | ((i >> (2 * bit)) & 1) << bit
-            row = row | ((i >> (2 * bit + 1)) & 1) << bit
-        return row, col
-
-    (q_row, q_col), (row, col) = cell(q), cell(kv)
-    return ((q_row - row).abs() <= 2) & ((q_col - col).abs() <= 2)
-
-
 def padded_batch(b, h, q, kv):
     return (q < _lengths[b]) & (kv < _lengths[b]) & (q >= kv)
 
@@ -64,7 +52,7 @@ def speaker(b, h, q, kv):
     return _speaker[b, q] == _speaker[b, kv]
 
 
-RULES = causal, document, prefix_in_each_document, dilated_window, images_before_text, neighborhood_in_z_order
+RULES = causal, document, prefix_in_each_document, dilated_window, images_before_text
 RULES += padded_batch, by_batch_and_head, nobody_listens, speaker
 MODS = {rule.__name__: rule for rule in RULES} | {
     "and_masks": and_masks(causal, document, dilated_window),

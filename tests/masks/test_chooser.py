@@ -12,12 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.masks import chooser as choosers
 from sparse_flash.masks.chooser import choices_of, chooser_block_size, has_choosers
 
 parametrize = pytest.mark.parametrize
 POOLED = sf.parse("pooled(keep=2)")
-RULE_64 = {**dict.fromkeys(choosers.RULES), "floor": 0.5, "block": 64}
 limits = st.none() | st.just(sf.causal()) | strategies.expressions
 
 
@@ -26,19 +24,6 @@ def same_block(some):
 
 
 several = st.lists(chosen.drawn(), min_size=1, max_size=3).map(same_block)
-
-
-@given(chooser=chosen.drawn(), other=chosen.drawn())
-def test_text_has_the_rule_and_what_differs_from_the_defaults_alone(chooser, other):
-    text = chooser.to_spec()
-    assert sf.parse(text) == chooser and text.startswith(chooser.name)
-    rule, number = chooser.rule
-    assert f"{rule}={number!r}" in text and "None" not in text
-    assert [name for name in choosers.RULES if f"{name}=" in text] == [rule]
-    for field in ("reduce", "share_group", "block"):
-        assert (f"{field}=" in text) == (getattr(chooser, field) is not None)
-    assert (chooser == other) == (text == other.to_spec())
-    assert chooser == replace(chooser) and hash(chooser) == hash(replace(chooser))
 
 
 def test_choosers_reduce_as_their_docstrings_say_unless_told():
@@ -70,18 +55,6 @@ def test_an_expression_its_text_and_copies_are_equal_and_taken_apart_into_what_t
     assert set(found[0].choosers) == set(some) and has_choosers(expression)
     assert chooser_block_size(expression) == (some[0].block or 128)
     assert within is None or not has_choosers(within)
-
-
-@given(within=limits, heads=st.lists(st.none() | several, min_size=1, max_size=4).filter(any), always=strategies.expressions)
-def test_expressions_by_head_are_taken_apart_head_by_head(within, heads, always):
-    assume(chosen.fit(within, always))
-    heads = [some and [replace(one, **RULE_64) for one in some] for some in heads]
-    alone = always if within is None else within & always
-    found = choices_of(sf.per_head([chosen.joined(within, some, always) if some else alone for some in heads]))
-    assert len(found) == len(heads)
-    for one, some in zip(found, heads, strict=True):
-        assert one.within == within and set(one.choosers) == set(some or ())
-        assert one.always == always if some else (always if within is None else within & one.always) == alone
 
 
 def test_a_head_of_patterns_alone_must_have_the_limits_of_the_others():

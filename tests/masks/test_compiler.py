@@ -28,9 +28,9 @@ def test_table_of_every_pattern_is_its_token_rule(name, data, lengths, block_siz
     np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(pattern, *lengths))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
-    documents=st.lists(st.integers(1, 400), min_size=1, max_size=8),
+    documents=st.lists(st.integers(1, 400), min_size=1, max_size=6),
     other=strategies.leaves,
     block_size=st.sampled_from([16, 32, 64]),
     past=st.integers(-200, 200),

@@ -26,6 +26,8 @@ PATTERNS = {
     "by head": lambda n: sf.per_head(["causal", sf.local(n) & sf.causal()]),
     "text with numbers": lambda n: sf.local(n) & "local(30)" | "sinks(2)",
     "texts by head": lambda n: sf.per_head(["causal & local(20)", "random(0.3, block=1)"]),
+    "text by head": lambda n: "per_head([causal & local(20), random(0.3, block=1)])",
+    "by sequence": lambda n: sf.per_batch([sf.local(n) & sf.causal()]),
     "shifted": lambda n: sf.global_tokens(6) | sf.shifted(sf.neighborhood((8, 8), 3), 6) & sf.local(n),
     "uncovered": lambda n: sf.dilated(n, 2, block=1) | sf.shifted(sf.local(n), 3, allow_uncovered=True),
 }

@@ -48,19 +48,6 @@ def test_patterns_by_head_read_back_compile_and_combine_head_by_head(name, heads
         assert sf.parse(by_head.to_spec()) == by_head
 
 
-@pytest.mark.parametrize("text", [False, True])
-def test_compiled_code_takes_a_pattern_by_head_and_refuses_another_number_of_heads(text):
-    if not text and torch.__version__ < "2.13":
-        pytest.skip("PyTorch before 2.13 traces no Pattern objects")
-    mask = HEADS.to_spec() if text else HEADS
-    call = torch.compile(lambda q, k, v: sf.attention(q, k, v, mask), backend="aot_eager", fullgraph=True)
-    for tokens in (70, 90):
-        q, k, v = inputs(tokens, requires_grad=True)
-        torch.testing.assert_close(call(q, k, v), sf.attention(q, k, v, HEADS))
-    with pytest.raises(Exception, match=r"the mask's heads must be q's, 6, or 1 for a mask of all; got 4"):
-        call(*inputs(70, 6))
-
-
 @both
 def test_decoding_and_a_layer_follow_each_head_or_sequence(patterns):
     mask = patterns & "causal"

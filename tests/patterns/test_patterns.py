@@ -304,14 +304,12 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
     "make, message",
     [
         (lambda: sf.local(0), "window must be an integer of at least 1; got 0"),
-        (lambda: sf.local(2.0), "window must be an integer"),
         (lambda: sf.local(2**63), r"at most 2\*\*62"),
         (lambda: sf.butterfly(-1), "factors must be an integer of at least 0"),
         (lambda: sf.power_of_two(63), "factors must be at most 62.*None is no limit"),
         (lambda: sf.fixed(4, 5), "summary must be at most stride=4; got 5"),
         (lambda: sf.documents([1, 2]), r"must start with 0.*itertools\.accumulate"),
         (lambda: sf.documents([0, 5, 3]), "must not decrease; got 5, then 3 at 2"),
-        (lambda: sf.documents([0, 0]), "at least 1"),
         (lambda: sf.documents(9), "sequence of integers; got 9"),
         (lambda: sf.random(0.0), "0 < density <= 1; got 0.0"),
         (lambda: sf.random(True), "0 < density <= 1; got True"),
@@ -329,7 +327,6 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
         (lambda: sf.from_blocks("110/01"), "one length"),
         (lambda: sf.from_blocks([[1, 2]]), "zeros and ones"),
         (lambda: sf.from_blocks(torch.ones(2, 2, 2)), r"shape \(2, 2, 2\).*per_head"),
-        (lambda: sf.from_blocks([]), "zeros and ones"),
     ],
 )
 def test_bad_parameters_are_refused_with_what_was_got_and_the_way_out(make, message):
