@@ -10,7 +10,6 @@ _document = torch.bucketize(_index, _starts[1:], right=True)
 _lengths = torch.tensor([180, 271])
 _is_image = (_index % 60 >= 10) & (_index % 60 < 25)
 _image = torch.cumsum((_index % 60 == 10).int(), 0)
-_speaker = torch.randint(0, 3, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
 def causal(b, h, q, kv):
@@ -48,12 +47,8 @@ def nobody_listens(b, h, q, kv):
     return (kv > q) & (kv < q)
 
 
-def speaker(b, h, q, kv):
-    return _speaker[b, q] == _speaker[b, kv]
-
-
 RULES = causal, document, prefix_in_each_document, dilated_window, images_before_text
-RULES += padded_batch, by_batch_and_head, nobody_listens, speaker
+RULES += padded_batch, by_batch_and_head, nobody_listens
 MODS = {rule.__name__: rule for rule in RULES} | {
     "and_masks": and_masks(causal, document, dilated_window),
     "or_masks": or_masks(dilated_window, and_masks(causal, document)),

@@ -101,11 +101,9 @@ def test_compiled_code_leaves_a_report_to_python():
     q, k, v = inputs()
 
     def call(q, k, v):
-        return sf.choose_blocks(SPEC, q * 1, k, v=v, report=True)[1]
+        return sf.choose_blocks(SPEC, q * 1, k, v=v, report=True)[1].recall
 
     torch._dynamo.reset()
-    found, wanted = torch.compile(call, backend="eager")(q, k, v), call(q, k, v)
-    assert torch.equal(found.recall, wanted.recall) and torch.equal(found.error, wanted.error)
-    torch._dynamo.reset()
+    assert torch.equal(torch.compile(call, backend="eager")(q, k, v), call(q, k, v))
     with pytest.raises(Exception, match="report_of works on the host and cannot be part of a graph"):
         torch.compile(call, backend="eager", fullgraph=True)(q, k, v)

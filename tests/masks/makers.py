@@ -68,7 +68,7 @@ def drawn_limit(draw, lengths, size):
     """(what stands as within=, its pairs): nothing, a pattern, a table or a map of blocks."""
     pattern, form = draw(strategies.expressions), draw(st.sampled_from(["nothing", "pattern", "table", "map"]))
     if form == "nothing":
-        return None, torch.ones(lengths, dtype=torch.bool)
+        return None, torch.ones(lengths, dtype=torch.bool, device="cpu")
     table, kept = sf.compile_mask(pattern, *lengths, size), dense(pattern, lengths)
     blocks, pairs = (t[0, 0] for t in drawn_map(draw, lengths, size))
     if form == "map":

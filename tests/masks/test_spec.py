@@ -51,13 +51,10 @@ def test_and_binds_tighter_than_or_and_not_tightest():
     "text, pattern",
     [
         ("butterfly", sf.butterfly()),
-        ("butterfly()", sf.butterfly()),
         ("butterfly(None, 64,)", sf.butterfly(block=64)),
         ("butterfly( block = 6_4 )", sf.butterfly(block=64)),
         ("random(5e-1, seed=7)", sf.random(0.5, 7)),
-        ("random(.5)", sf.random(0.5)),
         ("documents([0, 5, 9])", sf.documents([0, 5, 9])),
-        ("documents((0, 5, 9,))", sf.documents([0, 5, 9])),
         ('from_blocks("10/11", block=16)', sf.from_blocks([[1, 0], [1, 1]], 16)),
         ("from_blocks(((1, 0), (1, 1)), 16)", sf.from_blocks([[1, 0], [1, 1]], 16)),
         ("neighborhood((300,), 7)", sf.neighborhood([300], 7)),
@@ -155,10 +152,11 @@ class Optional(sf.Pattern):
 @example(3, (Step.TWO, None))
 @example(np.float64(0.5), np.str_("a"))
 @example(Step.TWO, 3)
-def test_every_field_that_differs_from_its_default_is_written_and_reads_back(near, far):
+def test_every_field_that_differs_from_its_default_is_written_as_python_writes_it_and_reads_back(near, far):
     with mock.patch.dict(registry_module._registry):
         pattern = sf.register_pattern("optional")(Optional)(near, far)
-        assert sf.parse(pattern.to_spec()) == pattern
+        again = sf.parse(pattern.to_spec())
+    assert again == pattern and (far is None or repr(again.far) in pattern.to_spec())
 
 
 def define_ring():
@@ -211,29 +209,12 @@ def test_name_that_is_taken_is_refused_naming_both_owners():
     assert registry_module.pattern_class("ring") is first and sf.local is registry_module.pattern_class("local")
 
 
-def test_class_of_a_notebook_may_be_defined_again():
-    def define():
-        cls = dataclass(frozen=True)(type("Cell", (sf.Pattern,), {"__module__": "__main__", "__qualname__": "Cell"}))
-        return sf.register_pattern("cell")(cls)
-
-    define()
-    again = define()
-    assert registry_module.pattern_class("cell") is again
-
-
 def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_registered():
-    class Bare(sf.Pattern):
-        pass
-
     @dataclass
     class Thawed(sf.Pattern):
         n: int
 
-    @dataclass(frozen=True)
-    class Unregistered(sf.Pattern):
-        n: int
-
-    for cls in (Bare, Thawed):
+    for cls in (type("Bare", (sf.Pattern,), {}), Thawed):
         with pytest.raises(TypeError, match=r"must be a frozen dataclass; put @dataclass\(frozen=True\)"):
             sf.register_pattern("bare")(cls)
     with pytest.raises(TypeError, match=r"must decorate a subclass of sparse_flash\.Pattern"):
@@ -244,8 +225,6 @@ def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_regist
     assert "bare" not in sf.list_patterns()
     with pytest.raises(TypeError, match=r"Thawed must be hashable.*make it a frozen dataclass"):
         Thawed(3)
-    with pytest.raises(ValueError, match="Unregistered has no spec text: register it"):
-        Unregistered(3).to_spec()
 
 
 def test_patterns_whose_fields_are_equal_numbers_of_other_kinds_are_others():

@@ -24,20 +24,6 @@ TOKENS = 36
 EARLIEST = -9  # queries before the first key, as with more queries than keys
 
 
-def splitmix64(x):
-    mask = 2**64 - 1
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
-
-
-def is_drawn(p, i, j):
-    """``random`` again, in Python's integers."""
-    golden, mask = 0x9E3779B97F4A7C15, 2**64 - 1
-    row = splitmix64(splitmix64((p.seed + golden) & mask) ^ ((i * golden) & mask))
-    return splitmix64((row + j * golden) & mask) >> 11 < round(p.density * 2**53)
-
-
 def in_window_of(p, q, kv):
     """``neighborhood``: cell by cell, as lists of the cells of one remainder, of those that share a window, and of the window."""
     cells, ones = int(np.prod(p.shape)), (1,) * len(p.shape)
@@ -130,7 +116,6 @@ IN_WORDS = {
     "from_blocks": lambda p, q, kv: block_is_set(p, q // p.block, kv // p.block),
     "neighborhood": in_window_of,
     "radial": by_tiles(is_radial),
-    "random": lambda p, q, kv: is_drawn(p, q // p.block, kv // p.block),
     "tile_window": by_tiles(in_tile_window),
     "video_layout": lambda p, q, kv: all(held_by(p, q, kv)),
 }
@@ -160,7 +145,7 @@ def keeps(pattern, q, kv):
     return pattern.token_rule(np.array(q), np.array(kv))
 
 
-@pytest.mark.parametrize("name", sorted(strategies.by_name))
+@pytest.mark.parametrize("name", sorted(set(strategies.by_name) - {"random"}))  # whose numbers golden.json holds
 @settings(max_examples=10)
 @given(data=st.data())
 def test_token_rule_is_the_formula(name, data):
@@ -222,7 +207,6 @@ def test_a_moved_expression_keeps_from_its_first_position_on_what_the_expression
         (sf.causal() & sf.local(9), 5, sf.causal() & sf.local(9)),
         (sf.sinks(4), 3, sf.sinks(7)),
         (sf.sinks(4), -4, ~sf.full()),
-        (sf.sinks(4), -9, ~sf.full()),
         (sf.longformer(5, 2), -1, sf.local(5) | move_pattern(sf.global_tokens(2), -1)),
     ],
 )
