@@ -105,5 +105,6 @@ def test_compiled_code_leaves_a_report_to_python():
 
     torch._dynamo.reset()
     assert torch.equal(torch.compile(call, backend="eager")(q, k, v), call(q, k, v))
+    torch._dynamo.reset()
     with pytest.raises(Exception, match="report_of works on the host and cannot be part of a graph"):
         torch.compile(call, backend="eager", fullgraph=True)(q, k, v)
