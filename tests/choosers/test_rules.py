@@ -75,18 +75,10 @@ def by_kernel(scores, allowed, forced, rule, number, copies=1, before=None, firs
     return unpacked(bits, blocks)
 
 
-def by_kernel_in_chunks(*arguments):
-    from sparse_flash.kernels.choosers import rules
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "_TOGETHER", 64)
-        return by_kernel(*arguments)
-
-
 FORCED_WITHOUT_SCORE = np.array([[[[-np.inf, 0.5]]]], np.float32), np.array([[True, True]]), np.array([[True, False]])
 WAYS = [by_operations]
 if backends.get_backend("triton").why_unavailable() is None:
-    WAYS = [by_kernel, by_kernel_in_chunks, by_operations]
+    WAYS = [by_kernel, by_operations]
 
 
 @settings(max_examples=120)
@@ -109,6 +101,20 @@ def test_the_kernel_adds_to_the_rows_that_it_is_given_for_all_heads_of_a_group(r
     wanted = before.copy()
     wanted[:, :, first:] |= by_kernel(*rows, *rule).repeat(2, 1)
     np.testing.assert_array_equal(found, wanted)
+
+
+@needs_triton
+@parametrize("rule, number", [("keep", 70), ("budget", 0.4), ("mass", 0.5), ("floor", 0.5), ("relative", 0.5)])
+def test_the_kernel_reads_long_rows_in_chunks(rule, number, monkeypatch):
+    from sparse_flash.kernels.choosers import rules
+
+    monkeypatch.setattr(rules, "_TOGETHER", 64)
+    generator = np.random.default_rng(0)
+    scores = generator.choice(np.array(EXACT, np.float32), (1, 2, 1, 200))
+    allowed, forced = generator.random((1, 200)) < 0.8, np.zeros((1, 200), bool)
+    scores[..., -1], allowed[:, -1] = 1.5, True  # the largest comes last
+    found = by_kernel(scores, allowed, forced, rule, number)[0]
+    np.testing.assert_array_equal(found, chosen.kept_by(rule, number, scores[0], allowed, forced))
 
 
 # Half of the least number is 0, which no block would have to reach.

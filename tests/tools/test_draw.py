@@ -72,9 +72,3 @@ def test_empty_partial_and_full_cells_have_their_own_signs(monkeypatch):
     for column, pairs in enumerate((0, 5, 12, 24, 25)):
         kept[:5, 5 * column : 5 * column + 5] = (torch.arange(25) < pairs).view(5, 5)
     assert "\n··░░▒▒▓▓██······\n" in str(sf.draw(sf.BlockMask.from_dense(kept, 16)))
-
-
-def test_keys_in_few_columns_fill_the_blocks_that_a_picture_of_visits_shows(monkeypatch):
-    monkeypatch.setenv("LINES", "16")
-    drawing = sf.draw("causal & (local(9) | sinks(1))", q_len=1024, level="visited")
-    assert "\n██····████······\n" in str(drawing) and "by the share visited" in str(drawing)
