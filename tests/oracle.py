@@ -27,7 +27,7 @@ from sparse_flash import backends
 from sparse_flash.kernels.common.layout import empty_out
 from sparse_flash.masks import document_blocks, table
 from sparse_flash.masks import tall as tall_rows
-from sparse_flash.masks.pattern import PerHead
+from sparse_flash.masks.pattern import PerBatch, PerHead
 
 BACKENDS = ("torch", "triton", "hopper", "reference")
 LAYOUTS = ("heads first", "tokens first", "sliced", "head_dim first")
@@ -313,12 +313,13 @@ def make_call(q, k, mask=None, *, v=None, **options) -> backends.Call:
 
 
 def kept_by(spec: sf.Pattern | str | None, q_len: int, kv_len: int) -> torch.Tensor:
-    """(q_len, kv_len) bool; (heads, q_len, kv_len) for a mask of each head."""
+    """(q_len, kv_len) bool; (heads, q_len, kv_len) for a mask of each head, (batch, 1, q_len, kv_len) of each sequence."""
     if not q_len or not kv_len:
         return torch.ones(q_len, kv_len, dtype=torch.bool, device=DEVICE)
     pattern = sf.parse(spec) if isinstance(spec, str) else spec
-    if isinstance(pattern, PerHead):
-        return torch.stack([kept_by(one, q_len, kv_len) for one in pattern.patterns])
+    if isinstance(pattern, PerHead | PerBatch):
+        each = torch.stack([kept_by(one, q_len, kv_len) for one in pattern.patterns])
+        return each if isinstance(pattern, PerHead) else each[:, None]
     return kept_pairs(pattern, None, q_len, kv_len).to(DEVICE)
 
 

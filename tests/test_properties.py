@@ -125,6 +125,7 @@ ROWS = [
     *({"heads": heads, "kv_heads": kv_heads} for heads, kv_heads in ((4, 2), (6, 1), (3, 3))),
     *({"layout": layout, "kv_heads": kv_heads} for layout, kv_heads in zip(LAYOUTS, (1, 2, 1, 2), strict=True)),
     *({"heads": 4, "kv_heads": kv_heads, "spec": PER_HEAD} for kv_heads in (4, 2, 1)),
+    {"batch": 4, "spec": "per_batch([causal, causal & local(9), causal, local(20)])"},
     {"spec": "~full"},
     {"heads": 6, "spec": "local(3) & ~prefix(30)"},  # rows that keep nothing
 ]
@@ -151,6 +152,7 @@ TERM_ROWS = {
     "lengths, 40 and 72 of v": (("lengths",), {"spec": "local(30)", "head_dim": 40, "v_head_dim": 72}),
     **{f"cut blocks, {spec}": (("lengths",), {"spec": spec, "block_size": 16}) for spec in ("causal", "local(40)")},
     "all, a mask for each head": (ALL_TERMS, {"spec": "per_head([causal, local(9)])"}),
+    "all, a mask for each sequence": (ALL_TERMS, {"spec": "per_batch([causal, local(9)])"}),
     "all, float16": (ALL_TERMS, {"dtype": HALF}),
     "lengths, bfloat16": (("lengths",), {"dtype": BRAIN}),
     "q_lens and sinks, tokens first": (("q_lens", "sinks"), {"layout": "tokens first"}),

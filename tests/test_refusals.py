@@ -126,6 +126,7 @@ PACKED = sf.topk_blocks(P, PK, 2, block_size=16, cu_seqlens_q=ENDS)
 LISTS, COUNTS, CROW, COL = ints([0, 1, 2], [1, 0, 2], [0, 2, 1]), ints(2, 1, 2), ints(0, 2, 3, 5), ints(0, 1, 1, 0, 2)
 
 VIDEO = sf.VideoLayout(3, 5, 7, (2, 4, 4), prefix=6, suffix=3)
+TILES, RADIAL = sf.tile_window(VIDEO, 1), sf.radial(sf.VideoLayout(8, 8, 16))
 FLASH_LENGTHS = {"cu_seqlens_q": ints(0, 5, 12), "cu_seqlens_k": ints(0, 5, 12), "max_seqlen_q": 12, "max_seqlen_k": 12}
 FLASH_PACKED = {"q": P[:12], "k": PK[:12], "v": PK[:12], **FLASH_LENGTHS}
 PAGES_LENGTHS = {"cu_seqlens_q": ints(0, 1, 2), "cu_seqlens_k": ints(0, 8, 10), "max_seqlen_q": 1, "max_seqlen_k": 8}
@@ -218,6 +219,8 @@ def choosers_without_queries(spec):
 
 KINDS = "a mask must be a Pattern, its spec text or a BlockMask; got "
 TYPO = r"did you mean 'causal' or 'local'\?.* \(column 1\)\n  cusal\n  \^$"
+UNNAMED = r"must name the \d+ tokens .*; it names 30; .* shifted\(pattern, n\).*global_tokens\(n\).*allow_uncovered=True"
+LAST = r"last_tokens\(9.*\) counts from the end of the sequence, .*pass it to attention without"
 CAPPED, PACKS = "flash_cache flash_cache_softcap", "flash_packed flash_packed_softcap"
 TABLES = (
     # Tensors.
@@ -294,6 +297,13 @@ TABLES = (
     row("attention decode layer_call", V, "the mask's batch must be q's, 2, or 1 for a mask of all; got 4", mask=BATCH),
     row("attention", V, r"the mask is on meta and q on .*; use mask.to\('.*'\)", mask=compiled("causal", 64, device="meta")),
     row("varlen", T, "pass the pattern that it was compiled from", mask=compiled("causal", 64)),
+    row("attention decode varlen explain draw", V, UNNAMED, mask="documents((0, 20, 30))"),
+    row("compile", V, UNNAMED, pattern="causal & documents((0, 20, 30))"),
+    row("topk blocks blocks_from_lists", V, UNNAMED, within="documents((0, 20, 30))"),
+    row(of_heads, V, UNNAMED, masks=["documents((0, 20, 30))", "full"], q_len=64),
+    row("decode varlen", V, LAST, mask="~(local(3) | last_tokens(9))"),
+    *(row("attention", V, LAST, mask=mask, **{name: ints(30, 30)}) for name in ("q_lens", "kv_lens")
+      for mask in ("causal & last_tokens(9)", "local(3) | shifted(last_tokens(9), 2)", "per_head([last_tokens(9)])")),
     row("varlen", V, "packed documents take one pattern for all; got per_head", mask=HEADS),
     # Lengths.
     row("attention decode", T, r"kv_lens must be a tensor of shape \(batch,\) on q's device; got list", kv_lens=[3, 4]),
@@ -494,6 +504,8 @@ TABLES = (
     row(sf.per_head, T, r"patterns\[0\] must be a Pattern of one head", patterns=[HEADS]),
     row(lambda: HEADS & sf.per_head(["causal", "full"]), V, r"as many heads to combine; got \[2, 4\]"),
     row(lambda: HEADS & BATCH, V, "per_head and per_batch do not combine"),
+    *(row(combine, V, r"over one layout to combine.*; got video_layout\(.* and video_layout\(") for combine in (
+        lambda: ~TILES | RADIAL, lambda: TILES & "local(3)" & RADIAL, lambda: sf.per_head([TILES, RADIAL]))),
     row(lambda: HEADS.token_rule(0, 0), V, "has several token rules"),
     row(sf.draw, V, r"shows one mask; got 2; draw them one by one, as mask.select\(head, batch\)", mask=compiled(BATCH, 70)),
     row(lambda: sf.bench(BATCH, q_len=64), V, "the benchmark's mask must be that of all sequences"),

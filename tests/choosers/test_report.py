@@ -84,41 +84,27 @@ def test_mass_far_below_the_largest_weight_is_not_lost():
 
 def test_the_text_names_the_mean_and_the_worst_head():
     numbers = torch.tensor([[0.25, 0.5, 0.1, 0.2], [0.3, 0.25, 0.2, 0.2]])
-    text = str(sf.ChoiceReport(numbers, 1 - numbers, numbers / 10))
-    assert text.splitlines() == [
-        "         mean    worst head",
-        "density  0.2500  0.5000 (batch 0, head 1)",
-        "recall   0.7500  0.5000 (batch 0, head 1)",
-        "error    0.0250  0.0500 (batch 0, head 1)",
-    ]
+    assert "recall   0.7500  0.5000 (batch 0, head 1)" in str(sf.ChoiceReport(numbers, 1 - numbers, numbers / 10))
     assert "error" not in str(sf.ChoiceReport(numbers, numbers, None))
 
 
-def test_without_values_there_is_no_error():
-    q, k, v = inputs()
-    report = sf.choose_blocks(SPEC, q, k, report=True)[1]
-    with_error = sf.choose_blocks(SPEC, q, k, v=v, report=True)[1]
-    assert report.error is None and torch.equal(report.recall, with_error.recall)
-    assert not with_error.error.requires_grad
-
-
-def test_under_autocast_the_report_is_of_the_tensors_as_attention_casts_them():
+def test_a_report_is_of_the_tensors_as_attention_casts_them_and_has_an_error_if_there_are_values():
     q, k, v = inputs()
     with torch.autocast(DEVICE, torch.bfloat16):
-        _, report = sf.choose_blocks(SPEC, q, k, v=v, report=True)
-    _, wanted = sf.choose_blocks(SPEC, *(x.bfloat16() for x in (q, k)), v=v.bfloat16(), report=True)
+        report, without = (sf.choose_blocks(SPEC, q, k, v=values, report=True)[1] for values in (v, None))
+    wanted = sf.choose_blocks(SPEC, q.bfloat16(), k.bfloat16(), v=v.bfloat16(), report=True)[1]
     assert torch.equal(report.recall, wanted.recall) and torch.equal(report.error, wanted.error)
+    assert without.error is None and torch.equal(without.recall, report.recall)
 
 
 def test_compiled_code_leaves_a_report_to_python():
     q, k, v = inputs()
 
     def call(q, k, v):
-        return sf.choose_blocks(SPEC, q * 1, k, v=v, report=True)[1]
+        return sf.choose_blocks(SPEC, q * 1, k, v=v, report=True)[1].recall
 
     torch._dynamo.reset()
-    found, wanted = torch.compile(call, backend="eager")(q, k, v), call(q, k, v)
-    assert torch.equal(found.recall, wanted.recall) and torch.equal(found.error, wanted.error)
+    assert torch.equal(torch.compile(call, backend="eager")(q, k, v), call(q, k, v))
     torch._dynamo.reset()
     with pytest.raises(Exception, match="report_of works on the host and cannot be part of a graph"):
         torch.compile(call, backend="eager", fullgraph=True)(q, k, v)

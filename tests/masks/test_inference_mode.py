@@ -1,4 +1,4 @@
-"""Masks and selections made in inference mode are ordinary ones: models train with them."""
+"""Masks and selections made in inference mode are ordinary ones: models train with them. Those of other makers: test_block_mask."""
 
 import pytest
 import torch
@@ -7,26 +7,21 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import sparse_flash as sf
 
-N = 128
+N, REMEMBERED = 128, "causal & local(31)"
 Q = torch.randn(1, 2, N, 16)
-DENSE = torch.ones(N, N, dtype=torch.bool).tril()
 
 
 def made():
-    """A mask or selection by each constructor, from tensors of inference mode."""
+    """Masks and selections from tensors of inference mode."""
     mask, q = sf.compile_mask("causal & local(50)", N, block_size=32), Q + 0
-    picks, blocks = sf.topk_blocks(q, q, keep=2, block_size=32, every=1), torch.ones(1, 2, 4, 4).bool()
+    picks = sf.topk_blocks(q, q, keep=2, block_size=32, every=1)
+    sf.attention(q, q, q, REMEMBERED)
     return {
         "compile_mask": mask,
-        "compile_mask by head": sf.compile_mask("per_head([causal, full])", N, block_size=32),
-        "from_blocks": sf.BlockMask.from_blocks(blocks, 32, within="causal"),
-        "from_blocks, a second time": sf.BlockMask.from_blocks(blocks, 32),
-        "from_dense": sf.BlockMask.from_dense(DENSE & True, 32),
+        "from_blocks": sf.BlockMask.from_blocks(torch.ones(1, 2, 4, 4).bool(), 32, within=REMEMBERED),
         "from_flex": sf.BlockMask.from_flex(create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device="cpu")),
         "from_mask_mod": sf.BlockMask.from_mask_mod(lambda b, h, i, j: i >= j, None, 2, N),
         "per_head": sf.BlockMask.per_head([mask, "causal"]),
-        "select": mask.select(),
-        "transpose": mask.transpose(),
         "to": mask.to("meta"),
         "choose_blocks": sf.choose_blocks("causal & pooled(keep=1, block=64)", q, q),
         "topk_blocks": sf.topk_blocks(q, q, keep=2, block_size=32),
@@ -50,14 +45,14 @@ def test_no_tensor_of_a_mask_made_in_inference_mode_belongs_to_it(name):
         assert not any(tensor.is_inference() for tensor in tensors)
 
 
-@pytest.mark.parametrize("name", ["compile_mask", "from_blocks", "per_head", "choose_blocks", "topk_blocks by query"])
+@pytest.mark.parametrize("name", ["compile_mask", "from_blocks", "per_head", "choose_blocks", "topk_blocks by query", REMEMBERED])
 @pytest.mark.parametrize("way", ["compiled", "selective checkpointing"])
 def test_models_train_with_masks_of_inference_mode(name, way):
     def keep_nothing():
         return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
 
     def attend(q):
-        return sf.attention(q, q, q, MADE[name])
+        return sf.attention(q, q, q, MADE.get(name, REMEMBERED))
 
     def in_this_way(q):
         if way == "compiled":
@@ -66,20 +61,3 @@ def test_models_train_with_masks_of_inference_mode(name, way):
 
     q = Q.clone().requires_grad_()
     torch.testing.assert_close(*(torch.autograd.grad(call(q).sum(), q) for call in (in_this_way, attend)))
-
-
-def test_what_a_call_in_inference_mode_remembers_serves_training():
-    sf.clear_caches()
-    pattern, blocks = "causal & local(31)", torch.ones(1, 1, 4, 4).bool()
-    for training in (False, True):
-        q = Q.clone().requires_grad_(training)
-        with torch.inference_mode(not training):
-            chosen = f"{pattern} & (pooled(keep=1, block=64) | sinks(4))"
-            made = sf.BlockMask.from_blocks(blocks, 32, within=pattern)
-            for mask in (pattern, sf.per_head([pattern, "full"]), chosen, made):
-                out = sf.attention(q, q, q, mask)
-                out = out + sf.attention(q, q, q, sf.topk_blocks(q, q, keep=1, block_size=32, always=pattern))
-                out = out + sf.attention(q, q, q, sf.topk_blocks(q, q, keep=1, block_size=32, every=1, always="sinks(4)"))
-                if training:
-                    compiled = torch.compile(lambda q, mask=mask: sf.attention(q, q, q, mask), backend="aot_eager")
-                    (out + compiled(q)).sum().backward()

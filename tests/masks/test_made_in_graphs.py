@@ -4,11 +4,9 @@ import warnings
 
 import pytest
 import torch
-from oracle import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
-from sparse_flash.masks.table import Table
 
 Q = torch.randn(1, 2, 70, 16)
 STARTS = torch.tensor([0, 30, 70])
@@ -28,6 +26,8 @@ PATTERNS = {
     "by head": lambda n: sf.per_head(["causal", sf.local(n) & sf.causal()]),
     "text with numbers": lambda n: sf.local(n) & "local(30)" | "sinks(2)",
     "texts by head": lambda n: sf.per_head(["causal & local(20)", "random(0.3, block=1)"]),
+    "text by head": lambda n: "per_head([causal & local(20), random(0.3, block=1)])",
+    "by sequence": lambda n: sf.per_batch([sf.local(n) & sf.causal()]),
     "shifted": lambda n: sf.global_tokens(6) | sf.shifted(sf.neighborhood((8, 8), 3), 6) & sf.local(n),
     "uncovered": lambda n: sf.dilated(n, 2, block=1) | sf.shifted(sf.local(n), 3, allow_uncovered=True),
 }
@@ -66,21 +66,6 @@ def test_a_pattern_made_in_compiled_code_may_have_numbers_of_the_lengths(dynamic
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for q in (Q, Q[:, :, :40], Q[:, :, :56]):
         torch.testing.assert_close(compiled(q), attend(q))
-
-
-@pytest.mark.parametrize("q_blocks, kv_blocks", [(1, 1), (3, 5), (70, 65)])  # rows of 64 blocks and more have room for splits
-def test_tables_made_in_compiled_code_are_those_of_eager_calls(q_blocks, kv_blocks):
-    maps = torch.rand(4, 6, q_blocks, kv_blocks, device=DEVICE) < 0.4
-    maps[0, 0, :, 0] = True  # a heavy column
-
-    def tables(maps):
-        mask = sf.BlockMask.from_blocks(maps, 16, 16 * q_blocks, 16 * kv_blocks, within="causal")
-        return [*mask.by_query, *mask.by_key]
-
-    eager, compiled = tables(maps), torch.compile(tables, fullgraph=True)(maps)
-    for of_table in (slice(7), slice(7, 14)):
-        for one, other in zip(Table(*eager[of_table]).in_use(), Table(*compiled[of_table]).in_use(), strict=True):
-            assert torch.equal(one, other)
 
 
 def on_layer(q, mask):

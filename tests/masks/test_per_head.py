@@ -1,12 +1,12 @@
 """A pattern for each head, or each sequence of a batch, goes wherever a pattern goes, and means what a mask for each means."""
 
+from itertools import pairwise
+
 import pytest
 import strategies
 import torch
-from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import DEVICE
 
 import sparse_flash as sf
 from sparse_flash.parallel.planning import to_square_mask
@@ -49,48 +49,6 @@ def test_patterns_by_head_read_back_compile_and_combine_head_by_head(name, heads
 
 
 @both
-def test_attention_takes_a_pattern_by_head_for_any_length_as_value_and_as_text(patterns):
-    text = f"{patterns.name}([causal & local(20), causal, local(20) & causal, full])"
-    for tokens in (70, 130):
-        q, k, v = inputs(tokens)
-        wanted = sf.attention(q, k, v, getattr(sf.BlockMask, patterns.name)(patterns.patterns, tokens))
-        for mask in (patterns, patterns.to_spec(), text):
-            torch.testing.assert_close(sf.attention(q, k, v, mask), wanted)
-            few = sf.attention(q[:, :, -3:], k, v, mask)
-            torch.testing.assert_close(few[:, :3], wanted[:, :3, -3:])
-    one = sf.per_head(["causal"])
-    torch.testing.assert_close(sf.attention(q, k, v, one), sf.attention(q, k, v, "causal"))
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("triton", marks=needs_triton)])
-def test_each_sequence_has_its_own_mask_on_every_back_end(backend):
-    qkv = inputs(50, requires_grad=True, device=DEVICE)
-    documents = sf.per_batch([f"causal & documents([0, {start}, 50])" for start in (3, 20, 44, 20)])
-    assert sf.compile_mask(documents, 50).masks == 3
-    alone = zip(*(t.split(1) for t in qkv), documents.patterns, strict=True)
-    results = []
-    for out in (
-        sf.attention(*qkv, documents, backend=backend),
-        torch.cat([sf.attention(*one, backend="reference") for one in alone]),
-    ):
-        results.append([out, *torch.autograd.grad(out.square().sum(), qkv)])
-    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("text", [False, True])
-def test_compiled_code_takes_a_pattern_by_head_and_refuses_another_number_of_heads(text):
-    if not text and torch.__version__ < "2.13":
-        pytest.skip("PyTorch before 2.13 traces no Pattern objects")
-    mask = HEADS.to_spec() if text else HEADS
-    call = torch.compile(lambda q, k, v: sf.attention(q, k, v, mask), backend="aot_eager", fullgraph=True)
-    for tokens in (70, 90):
-        q, k, v = inputs(tokens, requires_grad=True)
-        torch.testing.assert_close(call(q, k, v), sf.attention(q, k, v, HEADS))
-    with pytest.raises(Exception, match=r"the mask's heads must be q's, 6, or 1 for a mask of all; got 4"):
-        call(*inputs(70, 6))
-
-
-@both
 def test_decoding_and_a_layer_follow_each_head_or_sequence(patterns):
     mask = patterns & "causal"
     q, k, v = inputs(150)
@@ -117,12 +75,8 @@ def test_a_sequence_over_ranks_is_planned_by_head(patterns):
     assert to_square_mask(mask, 300, 128).equal(whole) and to_square_mask(mask.to_spec(), 300, 128).equal(whole)
 
 
-OF_SEQUENCES = sf.per_batch([f"causal & (local(5) | sinks({n}))" for n in (1, 5, 9, 1)])
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("mask", [HEADS & "causal", OF_SEQUENCES], ids=["heads", "sequences"])
-def test_models_of_transformers_follow_each_in_padded_and_packed_batches(mask):
+def test_models_of_transformers_follow_each_sequence_in_padded_and_packed_batches():
     transformers = pytest.importorskip("transformers")
     from sparse_flash.integrations.transformers import use_sparse_flash
 
@@ -130,17 +84,17 @@ def test_models_of_transformers_follow_each_in_padded_and_packed_batches(mask):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
     config = transformers.MistralConfig(**sizes, num_key_value_heads=2, sliding_window=15)
     model, words = transformers.MistralForCausalLM(config).eval(), torch.randint(0, 97, (4, 40))
+    mask = sf.per_batch([f"causal & (local(5) | sinks({n}))" for n in (1, 5, 9, 1)])
     starts, firsts = [0, 3, 9, 20], [10, 25, 10, 30]  # of a padded row's text, and of a packed row's second text
     padded = {"attention_mask": (torch.arange(40) >= torch.tensor(starts)[:, None]).long()}
     packed = {"position_ids": torch.stack([torch.cat([torch.arange(first), torch.arange(40 - first)]) for first in firsts])}
     use_sparse_flash(model, mask)
     results = [model(words, **options).logits for options in (padded, packed)]
     for wrong, said in ((padded, "the mask's batch must be q's, 3.*; got 4"), (packed, "batch's 3 sequences; got 4 patterns")):
-        if mask is OF_SEQUENCES:
-            with pytest.raises(ValueError, match=said):
-                model(words[1:], **{name: one[1:] for name, one in wrong.items()})
-    for row in range(4):
-        use_sparse_flash(model, mask.patterns[row] if mask is OF_SEQUENCES else mask)
+        with pytest.raises(ValueError, match=said):
+            model(words[1:], **{name: one[1:] for name, one in wrong.items()})
+    for row, pattern in enumerate(mask.patterns):
+        use_sparse_flash(model, pattern)
         for found, begins in zip(results, ([starts[row]], [0, firsts[row]]), strict=True):
-            texts = [model(words[row : row + 1, first:stop]).logits[0] for first, stop in zip(begins, [*begins[1:], 40])]
+            texts = [model(words[row : row + 1, slice(*pair)]).logits[0] for pair in pairwise([*begins, 40])]
             torch.testing.assert_close(found[row, begins[0] :], torch.cat(texts), rtol=1e-4, atol=1e-4)

@@ -96,19 +96,6 @@ def test_function_transforms_and_batched_gradients_see_operations():
     torch.testing.assert_close(batched, torch.stack([torch.autograd.grad(out, leaf, g, retain_graph=True)[0] for g in gradients]))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch before 2.13 traces no Pattern objects")
-def test_compiled_code_goes_there_and_back():
-    def there_and_back(x):
-        tiled = RAGGED.to_tiles(x, 1)
-        return RAGGED.to_raster(tiled * tiled, 1), tiled
-
-    x = torch.randn(2, RAGGED.tokens, 3, device=DEVICE, requires_grad=True)
-    results = []
-    for out, tiled in (there_and_back(x), torch.compile(there_and_back, backend="aot_eager", fullgraph=True)(x)):
-        results.append((out, tiled, *torch.autograd.grad(out.sum() + tiled.sin().sum(), x)))
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_a_captured_graph_reorders_what_it_is_given():
     x = torch.randn(2, RAGGED.tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

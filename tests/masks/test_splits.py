@@ -1,6 +1,6 @@
 """Splits of heavy rows in tables made on a device: by tensor operations, by the kernel, and how their results are combined."""
 
-from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ import torch
 from accepted import needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from makers import assert_work_is_whole
 from oracle import DEVICE, heavy_rows_split
 
 import sparse_flash as sf
@@ -39,16 +40,8 @@ def test_items_cover_every_entry_once_and_lines_list_the_splits(counts):
     in_use = [sum(item[0] < rows for item in items) for items in work]
     assert work[0][0][6] == max(in_use) and all(len(items) == rows + 64 for items in work)
     for mask, items in enumerate(work):
-        used, unused = items[: in_use[mask]], items[in_use[mask] :]
-        assert all(item == [rows, 0, 0, 0, 0, 0, 0, 0] for item in unused)
-        for row in range(rows):
-            mine = [item for item in used if item[0] == row]
-            bounds = [ptr[mask, row].item(), *split[mask, row].tolist(), ptr[mask, row + 1].item()]
-            assert mine[0][1] == bounds[0] and mine[-1][4] == bounds[3]
-            assert all(one[4] == other[1] for one, other in pairwise(mine))
-            for begin, runs, bits, end in (item[1:5] for item in mine):
-                assert begin <= runs <= bits <= end
-                assert [runs, bits] == [min(max(bound, begin), end) for bound in bounds[1:3]]
+        assert_work_is_whole(SimpleNamespace(row_ptr=ptr, row_split=split, work=torch.tensor(work, device=DEVICE)), mask)
+        used = items[: in_use[mask]]
         listed = [(row, first, n) for row, first, n, _ in lines[mask] if n]
         assert len(listed) <= 32 and sum(n for *_, n in listed) <= 64 and len(lines[mask]) == 64
         expected = [row for row, first, n in listed for _ in range(n)]

@@ -97,25 +97,6 @@ def test_an_expression_has_one_text_however_it_is_put_together():
     assert (window | "sampled(8, keep=2)") == RAGGED & (sf.parse("sampled(8, keep=2)") | window)
 
 
-ONE, OTHER = sf.tile_window(WHOLE, 1), sf.radial(RAGGED)
-
-
-@pytest.mark.parametrize(
-    "combine",
-    [
-        lambda: ONE & OTHER,
-        lambda: ~ONE | OTHER,
-        lambda: sf.per_head([ONE, OTHER]),
-        lambda: ONE & "local(3)" & OTHER,
-    ],
-)
-def test_patterns_over_several_layouts_are_not_combined(combine):
-    with pytest.raises(ValueError, match=r"over one layout to combine.*; got video_layout\(.* and video_layout\("):
-        combine()
-    apart = [sf.shifted(pattern, 0, allow_uncovered=True) for pattern in (ONE, OTHER)]  # these are over no layout
-    assert sf.compile_mask(apart[0] | apart[1], 90).density > 0
-
-
 @pytest.mark.parametrize("layout", [sf.VideoLayout.of(33, 45, 80, prefix=256), sf.VideoLayout(33, 45, 80, suffix=100)], ids=str)
 def test_of_a_hundred_thousand_tokens_few_blocks_are_evaluated(layout, monkeypatch):
     evaluated, base = [], type(layout).__mro__[1]

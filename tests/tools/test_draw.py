@@ -2,25 +2,25 @@
 
 import numpy as np
 import pytest
+import strategies
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 import sparse_flash as sf
 from sparse_flash.tools import draw
 
-MASKS = [
-    ("full", 256, 256, 64),
-    ("causal & local(40)", 200, 330, 32),
-    ("causal", 330, 200, 32),
-    ("strided(5, block=3)", 217, 190, 16),
-    ("random(0.1, block=7) & causal", 150, 150, 32),
-]
 
-
-@pytest.mark.parametrize("spec, q_len, kv_len, block", MASKS)
-@pytest.mark.parametrize("level", ["tokens", "blocks", "visited"])
-def test_a_picture_has_the_shares_of_the_dense_mask(spec, q_len, kv_len, block, level):
-    mask = sf.compile_mask(spec, q_len, kv_len, block)
+@settings(max_examples=40)
+@given(
+    pattern=strategies.expressions,
+    lengths=strategies.lengths,
+    block=strategies.block_sizes,
+    level=st.sampled_from(["tokens", "blocks", "visited"]),
+)
+def test_a_picture_has_the_shares_of_the_dense_mask(pattern, lengths, block, level):
+    mask, (q_len, kv_len) = sf.compile_mask(pattern, *lengths, block), lengths
     picture = draw.make_picture(mask, 9, 11, level)
     dense, unit = mask.to_dense().numpy(), picture.unit
     if level == "visited":
@@ -40,31 +40,21 @@ def test_the_same_mask_gives_the_same_file(tmp_path, name):
     assert drawing.save(tmp_path / "again" / name).read_bytes() == first
 
 
+TITLES = {"many commas": f"documents({tuple(range(0, 512, 7))})", "no spaces": "9" * 3000, "no formula": r"$\frac$"}
+
+
 @pytest.mark.parametrize(
-    "title, shape",
-    [
-        ("causal & (local(1024) | butterfly(block=128)) & ~dilated(8, 4)", (512, 512)),
-        (f"documents({tuple(range(0, 512, 7))})", (1024, 128)),
-        ("9" * 3000, (128, 1024)),
-        (r"$\frac$", (512, 512)),  # which is wrong as a formula
-    ],
-    ids=["an expression", "many queries", "no spaces", "no formula"],
+    "title, shape", list(zip(TITLES.values(), [(1024, 128), (128, 1024), (512, 512)], strict=True)), ids=TITLES
 )
 def test_titles_stay_within_the_picture(tmp_path, monkeypatch, title, shape):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    mask = sf.compile_mask("local(100)", *shape, 64)
-    sf.draw(mask, tmp_path / "mask.png", title=title)
-    draw.gallery([sf.draw(mask, title=text) for text in ("full", title, "causal")], tmp_path / "masks.png", columns=2)
-    for figure in figures:
-        figure.draw_without_rendering()
-    single, several = figures
-    whole, box = single.bbox, single._suptitle.get_window_extent()
+    sf.draw(sf.compile_mask("local(100)", *shape, 64), tmp_path / "mask.png", title=title)
+    (figure,) = figures
+    figure.draw_without_rendering()
+    whole, box = figure.bbox, figure._suptitle.get_window_extent()
     assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and box.y1 <= whole.y1
-    assert box.y0 >= single.axes[0].get_tightbbox().y1 - 1 and title[:40] in single._suptitle.get_text()
-    boxes = [(axes.title if axes.title.get_text() else axes._left_title).get_window_extent() for axes in several.axes]
-    assert boxes[0].x1 <= boxes[1].x0 and boxes[1].x1 <= several.bbox.x1 and max(b.y1 for b in boxes) <= several.bbox.y1
-    assert boxes[2].y1 < several.axes[0].get_window_extent().y0
+    assert box.y0 >= figure.axes[0].get_tightbbox().y1 - 1 and title[:40] in figure._suptitle.get_text()
 
 
 def test_a_drawing_is_text_where_it_is_printed_and_an_image_in_a_notebook(tmp_path):
@@ -82,11 +72,3 @@ def test_empty_partial_and_full_cells_have_their_own_signs(monkeypatch):
     for column, pairs in enumerate((0, 5, 12, 24, 25)):
         kept[:5, 5 * column : 5 * column + 5] = (torch.arange(25) < pairs).view(5, 5)
     assert "\n··░░▒▒▓▓██······\n" in str(sf.draw(sf.BlockMask.from_dense(kept, 16)))
-
-
-def test_keys_in_few_columns_fill_the_blocks_that_a_picture_of_visits_shows(monkeypatch):
-    monkeypatch.setenv("LINES", "16")
-    drawing = sf.draw("causal & (local(9) | sinks(1))", q_len=1024, level="visited")
-    assert "\n██····████······\n" in str(drawing) and "by the share visited" in str(drawing)
-    legend = [text.get_text() for text in drawing._figure().legends[0].get_texts()]
-    assert legend == ["not visited", "visited in part", "visited"]

@@ -9,29 +9,21 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash.tools import draw
 from sparse_flash.tools.explain import explain, reachability
 
-MASKS = [
-    ("full", 256, 256, 64),
-    ("causal", 300, 300, 64),
-    ("causal & local(40)", 200, 330, 32),
-    ("causal", 330, 200, 32),
-    ("butterfly(block=16)", 256, 256, 16),
-    ("strided(5, block=3)", 217, 190, 16),
-    ("shifted(documents([0, 50, 60, 130]), 0, allow_uncovered=True)", 200, 200, 16),
-    ("random(0.1, block=7) & causal", 150, 150, 32),
-    ("local(3) & ~local(2)", 100, 100, 16),
-]
 
-
-@pytest.mark.parametrize("spec, q_len, kv_len, block", MASKS)
-def test_numbers_are_those_of_the_dense_mask(spec, q_len, kv_len, block):
-    mask = sf.compile_mask(spec, q_len, kv_len, block)
+@settings(max_examples=40)
+@given(pattern=strategies.expressions, lengths=strategies.lengths, block=strategies.block_sizes)
+@example("causal", (300, 300), 64)
+@example("causal & local(40)", (200, 330), 32)
+@example("causal", (330, 200), 32)
+def test_numbers_are_those_of_the_dense_mask(pattern, lengths, block):
+    mask, (q_len, kv_len) = sf.compile_mask(pattern, *lengths, block), lengths
     dense, states, e = mask.to_dense().numpy(), mask.block_states().numpy(), explain(mask, heads=3, head_dim=32)
     assert e.kept_pairs == dense.sum()
     assert (e.kept_blocks, e.partial_blocks) == ((states > 0).sum(), (states == 1).sum())
@@ -72,7 +64,7 @@ def test_reachability_is_a_power_of_the_mask(spec):
         assert share == pytest.approx((power & lower).sum() / lower.sum())
 
 
-@pytest.mark.parametrize("spec", [spec for spec, q_len, kv_len, _ in MASKS if q_len == kv_len])
+@pytest.mark.parametrize("spec", ["full", "causal", "strided(5, block=3)", "random(0.1, block=7) & causal", "local(3) & ~local(2)"])
 @pytest.mark.parametrize("units", [2, 5, 200])
 def test_units_of_reachability_are_connected_where_a_pair_is_kept(spec, units):
     mask = sf.compile_mask(spec, 387, block_size=16)
@@ -92,13 +84,6 @@ def test_hints_say_where_dense_wins_where_nothing_is_kept_and_where_most_of_the_
     assert nothing.share_of_blocks == 0 and "keeps nothing" in nothing.hints[0]
     flat, difference = (explain(f"causal & {name}(block=16)", q_len=1024, block_size=16) for name in ("butterfly", "power_of_two"))
     assert flat.reach.limit < 0.5 and any("any depth" in hint for hint in flat.hints) and difference.reach.limit == 1
-
-
-@pytest.mark.parametrize("look", [explain, sf.draw])
-def test_a_mask_that_all_heads_share_is_looked_at_as_one(look):
-    alike = sf.per_head(["causal", "causal"])
-    assert str(look(alike, q_len=64)).endswith(str(look("causal", q_len=64)).partition("\n")[2])
-    assert str(look(sf.compile_mask(alike, 64))) == str(look(sf.compile_mask("causal", 64)))
 
 
 @pytest.mark.parametrize("every, copied", [(97, True), (1500, False), (3, False)])
@@ -136,7 +121,6 @@ def test_memory_of_a_call_on_this_device_is_what_it_leaves_and_what_it_peaks_at(
         ({}, "hopper", ""),
         ({"block_size": 32}, "triton", "; hopper: it runs masks of block_size 64 to 256; got 32"),
         ({"dtype": torch.float8_e4m3fn, "q_len": 1, "kv_len": 512}, "triton", "; hopper: it runs float16 and bfloat16; got "),
-        ({"head_dim": 300}, "torch", "; hopper: it runs head_dim 33 to 256; got 300"),
     ],
     ids=str,
 )
@@ -149,10 +133,9 @@ def test_explain_says_the_back_end_and_why_no_faster_one(options, backend, reaso
 def test_an_explanation_reads_as_sentences_and_has_them_as_fields():
     e = copy.deepcopy(sf.explain("causal & local(1024)", 8, 128))
     sizes = "65,536 queries x 65,536 keys in blocks of 128; batch 1, 8 heads of 128, bfloat16"
-    text = str(e)
-    assert text.startswith(f"causal & local(1024)\n{sizes}\n")
-    assert e.kept_blocks == 4572 and "visited blocks" in text and "4,572 of 262,144" in text and "3.481% of the 131,328" in text
-    assert "hint: " in str(sf.explain(sf.compile_mask("causal", 256))) and not hasattr(e, "video_kept")
+    assert str(e).startswith(f"causal & local(1024)\n{sizes}\n") and all(text in str(e) for text in e.lines.values())
+    assert e.kept_blocks == 4572 and "4,572 of 262,144" in str(e) and not hasattr(e, "video_kept")
+    assert "hint: " in str(sf.explain(sf.compile_mask(sf.per_head(["causal", "causal"]), 256)))
     with pytest.raises(AttributeError, match="no figure 'kept'; it has kept_pairs, density"):
         _ = e.kept
 
@@ -178,31 +161,24 @@ def test_figures_of_a_video_are_those_of_its_own_tokens(pattern, data):
 def test_explain_of_a_video_says_its_grid_padding_and_window_in_tokens():
     spec = "tile_window(video_layout(9, 30, 52, tile=(2, 8, 4), prefix=77, suffix=3), (5, 3, 4))"
     e, finer = explain(spec), explain(spec, block_size=64)
-    said = e.lines
-    assert e.q_len == e.kv_len == e.layout.length and all(text in str(e) for text in said.values())
-    assert said["video"] == "9 x 30 x 52 tokens in 5 x 4 x 13 tiles of 2 x 8 x 4; prefix 77, suffix 3"
-    assert said["padding"] == "2,600 of 16,720 positions in tile order, 18.5% of the video's tokens"
-    assert said["window"] == "9 x 24 x 16 tokens (frames x rows x columns)"  # the window has all frames, of which there are 9
-    assert e.hints == ["A block of 128 tokens holds 2 tiles; block_size=64 visits less."]
-    assert finer.video_visited < e.video_visited and finer.video_kept == e.video_kept and finer.hints == []
+    assert e.q_len == e.kv_len == e.layout.length
+    assert e.lines["video"] == "9 x 30 x 52 tokens in 5 x 4 x 13 tiles of 2 x 8 x 4; prefix 77, suffix 3"
+    assert e.lines["padding"] == "2,600 of 16,720 positions in tile order, 18.5% of the video's tokens"
+    assert e.lines["window"] == "9 x 24 x 16 tokens (frames x rows x columns)"  # the window has all frames, of which there are 9
+    assert e.hints == ["A block of 128 tokens holds 2 tiles; block_size=64 visits less."] and finer.hints == []
+    assert finer.video_visited < e.video_visited and finer.video_kept == e.video_kept
     with pytest.raises(ValueError, match="must be in tile order, with 16720 tokens; got 14120"):
         explain(spec, q_len=14120)
-    for other in (explain(sf.compile_mask(e.layout, e.layout.length)), explain("causal", q_len=64)):
-        assert "video" not in other.lines and not hasattr(other, "layout")
 
 
 def test_rough_times_are_said_of_an_h100_and_h200_with_that_of_the_dense_call():
-    e = explain("causal & local(1024)", 16, 128, q_len=16384, device="h200")
+    e, both_ways = (explain(spec, 16, 128, q_len=16384, device="h200") for spec in ("causal & local(1024)", "local(1024)"))
     time = e.time
     # Measured: 268 and 813 us; causal 1,630 and 4,762.
     assert (time.forward_us, time.backward_us) == pytest.approx((268, 813), rel=0.1)
     assert (time.dense_forward_us, time.dense_backward_us) == pytest.approx((1630, 4762), rel=0.1)
-    said = "about 268 us forward and 821 us backward on h200; dense 1.7 ms and 5.0 ms, a speed-up of "
-    assert e.lines["rough time"] == str(time) and said in str(e)
-    ratios = [float(text) for text in str(time).partition("speed-up of ")[2].replace("x", "").split(" and ")]
-    assert ratios == pytest.approx((time.dense_forward_us / time.forward_us, time.dense_backward_us / time.backward_us), abs=0.01)
-    both_ways = explain("local(1024)", 16, 128, q_len=16384, device="H100").time
-    assert both_ways.dense_forward_us > 1.8 * time.dense_forward_us and both_ways.forward_us > time.forward_us
+    assert "about 268 us forward and 821 us backward on h200; dense 1.7 ms and 5.0 ms, a speed-up of 6." in e.lines["rough time"]
+    assert both_ways.time.dense_forward_us > 1.8 * time.dense_forward_us and both_ways.time.forward_us > time.forward_us
 
 
 @pytest.mark.parametrize(
@@ -210,7 +186,6 @@ def test_rough_times_are_said_of_an_h100_and_h200_with_that_of_the_dense_call():
     [
         ("causal", {"device": "a100"}, "on a100, only on h100 and h200"),
         ("causal", {"q_len": 1, "kv_len": 4096}, "for up to 64 queries, only in float16 and bfloat16"),
-        ("causal", {"head_dim": 300}, "for head_dim 300 with blocks of 128"),
         ("causal & sampled(8, keep=0.2)", {"q_len": 1024}, "for blocks chosen by content"),
         (sf.topk_blocks(*[torch.zeros(1, 1, 64, 16)] * 2, 2, every=1, block_size=16), {}, "for blocks chosen by content"),
     ],
