@@ -32,7 +32,7 @@ def kept_of_documents(starts: tuple[torch.Tensor, torch.Tensor], key: tuple, mak
     if not is_plain_eager(*starts) or is_recorded(queries.device) or any(t.is_inference() for t in starts):
         return make(lambda function: function())
     if queries.is_cuda:
-        key = *key, raw_stream(queries.device.index), id(keys), keys._version
+        key = *key, raw_stream(queries.device.index), id(keys), keys._version  # type: ignore[misc]  # None only without GPUs
     else:  # whose values NumPy may change, too
         key = *key, *(tuple(t.tolist()) for t in starts)
     version, made = _kept.get(queries, (None, None))
