@@ -1,4 +1,5 @@
-"""What one call costs: microseconds on the host, until it returns, and on the GPU, in a CUDA graph; next to PyTorch's own call.
+"""What one call costs: microseconds on the host, until it returns, and on the GPU, in a CUDA graph; and how many times as long
+PyTorch's own call takes the host, timed right before it. The first quartile, as other programs on the host only lengthen times.
 
     python -m sparse_flash.benchmarks.calls [--tokens 1024 16384] [--device cpu]
 
@@ -52,7 +53,7 @@ def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Cal
 
 
 def measure(call: Call, leaves: tuple[torch.Tensor, ...], gradients: bool, seconds: float) -> dict[str, float]:
-    """Returns host_us, and each_us of calls back to back; without gradients, on a GPU, also graph_us. gradients: both passes."""
+    """Returns host_us, and each_us of calls one after another; without gradients, on a GPU, also graph_us. gradients: both passes."""
 
     def run() -> object:
         out = call()
@@ -60,7 +61,7 @@ def measure(call: Call, leaves: tuple[torch.Tensor, ...], gradients: bool, secon
 
     with nullcontext() if gradients else torch.no_grad():
         each, host = time_calls_us(run, leaves[0].device, seconds)
-        figures = {"host_us": host.median, "each_us": each.median}
+        figures = {"host_us": host.low, "each_us": each.low}
         if leaves[0].is_cuda and not gradients:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -82,11 +83,15 @@ def main(arguments: list[str] | None = None) -> None:
     for tokens in options.tokens:
         size = 1, options.heads, tokens, options.head_dim
         leaves = tuple(torch.randn(size, device=options.device, dtype=dtype, requires_grad=True) for _ in range(3))
-        for name, call in calls_of(*leaves).items():
+        calls = calls_of(*leaves)
+        for name, call in calls.items():
             for gradients in (False, True)[: 1 if name == "one query of a cache" else 2]:
+                of_pytorch = measure(calls["PyTorch's, causal"], leaves, gradients, options.seconds)["host_us"]
                 figures = measure(call, leaves, gradients, options.seconds)
+                figures["host_over_pytorch"] = figures["host_us"] / of_pytorch
                 row = {"call": name, "tokens": tokens, "heads": size[1], "head_dim": size[3], "gradients": gradients, **figures}
-                texts = [f"{key.removesuffix('_us')} {value:.0f} us" for key, value in figures.items()]
+                texts = [f"{key.removesuffix('_us')} {value:.0f} us" for key, value in figures.items() if key.endswith("_us")]
+                texts.append(f"host {figures['host_over_pytorch']:.2f} x PyTorch's")
                 file.add("rows", row, f"{tokens:>6} {name:20} {'both' if gradients else 'forward'}", *texts)
 
 
