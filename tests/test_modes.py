@@ -26,6 +26,7 @@ SELECTIONS = " ".join(entry for entry in ENTRIES if "selection" in entry)
 LACKS = (
     ("lengths exported", "model", "its compilation takes half a minute, and its weights are those of a seed"),
     ("lengths exported", "attention_under_a_table context_parallel", "tables are of one length"),
+    ("lengths exported", "varlen_selection", "choices among packed documents are exported for one length"),
     ("compiled lengths exported fake graph", "block_sparse_call", "it reads lengths and head types on the host"),
     ("fake", "model", "Transformers reads numbers of its attention mask"),
     ("autocast", DECODE, "it takes tensors as they are"),

@@ -330,8 +330,9 @@ class SparseAttention(nn.Module):
         v = _split_heads(self.v_proj(x), self.v_head_dim)
         if self.rotary_base is not None:
             first = cache.tokens if cache else 0
-            later = torch.arange(first, first + x.shape[1], dtype=torch.float32, device=x.device)
-            rotation = _rotation(later if self._plan is None else self._plan.positions, self.head_dim, self.rotary_base)
+            exact = backends.compute_dtype(x)
+            later = torch.arange(first, first + x.shape[1], dtype=exact, device=x.device)
+            rotation = _rotation(later if self._plan is None else self._plan.positions.to(exact), self.head_dim, self.rotary_base)
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
         return q, k, v
 
@@ -437,13 +438,13 @@ def _repeat_count(tokens: int, q: torch.Tensor) -> torch.Tensor:
 
 
 def _rotation(positions: torch.Tensor, head_dim: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, (tokens, head_dim / 2) float32, of positions, (tokens,)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.float()[:, None] / base**exponents
+    """cos and sin, (tokens, head_dim / 2), of positions, (tokens,), in their dtype."""
+    exponents = torch.arange(0, head_dim, 2, dtype=positions.dtype, device=positions.device) / head_dim
+    angles = positions[:, None] / base**exponents
     return angles.cos(), angles.sin()
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x rotated, in x's dtype; computed in float32."""
-    low, high = x.float().chunk(2, -1)
+    """x rotated, in x's dtype; computed in that of cos and sin, float32 or wider."""
+    low, high = x.to(cos.dtype).chunk(2, -1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from calls import ENTRIES, assert_right, name_of, sizes_for, unless_refused
+from calls import ENTRIES, assert_right, name_of, sizes_for
+from oracle import unless_refused
 from oracle import DEVICE, tiles
 from picked import check_selected
 
