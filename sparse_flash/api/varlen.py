@@ -155,12 +155,12 @@ def _prepare(
     elif q.device.type == "cpu" and (named := parse_if_names_tokens(mask)) is not None:
         for lengths in zip(queries.cu_seqlens.diff().tolist(), keys.cu_seqlens.diff().tolist(), strict=True):
             check_fit(named, *lengths)
-    packed: Any = mask  # without tokens any will do, and attention computes none
+    packed: Any = mask  # not read where there are no tokens
     if not (0 in q.shape or 0 in k.shape):
         packed = run(partial(_pack, mask, queries, None if same else keys))
     moved = packed if isinstance(packed, Packed) else None
     q, k, v = map(operators.documents_as_batch, (q, k, v))
-    call = build_call(q, k, v, "full" if moved else packed, scale, deterministic, backend, None, {})
+    call = build_call(q, k, v, None if moved else packed, scale, deterministic, backend, None, {})
     unused: Any = None  # of each call, and kept with none
     return call._replace(q=unused, k=unused, v=unused), moved
 

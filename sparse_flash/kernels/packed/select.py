@@ -88,8 +88,8 @@ def _select_row(
     maps, entries, selected, counts, totals, masks, mask, line, lines, rows, cols,
     BY_KEY: tl.constexpr, BITS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row's kept entries, in the order in which they stand, behind those of earlier masks and rows, and the row's place
-    among the rows of its mask, the heaviest first."""
+    """Writes a row's kept entries behind the kept entries of earlier masks and rows, in the order of the table. Also writes the
+    rank of the row among the rows of its mask, heaviest first."""
     plane = masks.to(tl.int64) * lines
     of_mask = counts + mask.to(tl.int64) * lines
     total = tl.load(of_mask + 2 * plane + line)
