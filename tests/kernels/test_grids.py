@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 from calls import ENTRIES, assert_right, name_of, sizes_for
-from oracle import unless_refused
-from oracle import DEVICE, tiles
+from oracle import DEVICE, tiles, unless_refused
 from picked import check_selected
 
 import sparse_flash as sf
