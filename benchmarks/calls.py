@@ -53,7 +53,7 @@ def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Cal
 
 
 def measure(call: Call, leaves: tuple[torch.Tensor, ...], gradients: bool, seconds: float) -> dict[str, float]:
-    """Returns host_us, and each_us of calls one after another; without gradients, on a GPU, also graph_us. gradients: both passes."""
+    """Returns host_us, and each_us of calls without a pause; without gradients, on a GPU, also graph_us. gradients: both passes."""
 
     def run() -> object:
         out = call()

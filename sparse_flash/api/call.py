@@ -50,13 +50,13 @@ def observe(mask: object, q: torch.Tensor, k: torch.Tensor) -> None:
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 
-# The shapes, dtypes and devices that ``check_tensors`` has passed, and the back end chosen for each call so far, by everything that
-# checks and choice depend on. At _MOST_CHOSEN entries all are dropped. Entries never go stale: what back ends support on a device
-# does not change while a process runs.
-_fitting_shapes: dict[tuple[object, ...] | None, None] = {}
+# The shapes, dtypes and devices that ``check_tensors`` or ``check_decoding_tensors`` has passed, and the back end chosen for each
+# call so far, by everything that checks and choice depend on. At _MOST_CHOSEN entries all are dropped. Entries never go stale: what
+# back ends support on a device does not change while a process runs.
+fitting_shapes: dict[tuple[object, ...] | None, None] = {}
 chosen_backends: dict[tuple[object, ...] | None, str] = {}
 _MOST_CHOSEN = 4096
-register_clear(_fitting_shapes.clear)
+register_clear(fitting_shapes.clear)
 register_clear(chosen_backends.clear)
 
 
@@ -97,10 +97,10 @@ def build_call(
     is_empty = 0 in q.shape or 0 in k.shape
     compiling = torch.compiler.is_compiling()
     shapes = None if compiling else (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-    if compiling or shapes not in _fitting_shapes:
+    if compiling or shapes not in fitting_shapes:
         check_tensors(q, k, v, may_be_empty=is_empty)
         if not compiling and not looks_transposed(q, k):  # each such call is warned of
-            remember(_fitting_shapes, shapes, None)
+            remember(fitting_shapes, shapes, None)
     variant = build_variant(q, k, **variant_arguments) if variant_arguments else None
     if spec is not None:
         if chooses:
@@ -140,7 +140,7 @@ def build_call(
 
 
 def remember(known: dict[Any, Any], key: object, value: object) -> None:
-    """Adds to ``_fitting_shapes`` or ``chosen_backends``."""
+    """Adds to ``fitting_shapes`` or ``chosen_backends``."""
     if len(known) >= _MOST_CHOSEN:
         known.clear()
     known[key] = value

@@ -15,14 +15,14 @@ from ..masks.block_mask import BlockMask
 from ..masks.cache import convert_foreign_mask, fake_mask_if_needed, keep_if_captured, run_in_thread, to_traceable
 from ..masks.compiler import compile_up_to
 from ..masks.fit import check_fit, parse_if_names_tokens
-from ..masks.memory import cached_until_cleared, register_clear
+from ..masks.memory import cached_until_cleared
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern
 from ..patterns import causal, full, local
 from ..selection.block_selection import BlockSelection
 from ..selection.decode import decode, supports
 from .arguments import autocast_applies, check_selected_heads, check_types, resolve_scale
-from .call import DEFAULT_BLOCK_SIZE, chosen_backends, observe, remember
+from .call import DEFAULT_BLOCK_SIZE, chosen_backends, fitting_shapes, observe, remember
 from .decoding_arguments import (
     MAX_QUERIES,
     check_cache_lengths,
@@ -32,10 +32,6 @@ from .decoding_arguments import (
     check_no_gradient,
 )
 from .keywords import answers_unknown_keywords, keyword_error
-
-# The shapes, dtypes and devices that ``check_decoding_tensors`` has passed.
-_fitting_shapes: dict[Any, None] = {}
-register_clear(_fitting_shapes.clear)
 
 
 @answers_unknown_keywords(keyword_error)
@@ -96,11 +92,11 @@ def attention_decode(
     """
     check_types(q, k, v)
     compiling, has_pages = torch.compiler.is_compiling(), block_table is not None
-    key: Any = None if compiling else (has_pages, *((t.shape, t.dtype, t.device) for t in (q, k, v)))
-    if compiling or key not in _fitting_shapes:
+    key: Any = None if compiling else ("decode", has_pages, *((t.shape, t.dtype, t.device) for t in (q, k, v)))
+    if compiling or key not in fitting_shapes:
         check_decoding_tensors(q, k, v, block_table)
         if not compiling:
-            remember(_fitting_shapes, key, None)
+            remember(fitting_shapes, key, None)
     check_no_gradient(q, k, v)
     kv_lens, kv_starts, block_table = check_cache_lengths(q, k.shape[2], kv_lens, kv_starts, block_table)
     k_scale, v_scale = check_cache_scales(q, k, k_scale, v_scale, block_table)

@@ -155,7 +155,7 @@ def _prepare(
     elif q.device.type == "cpu" and (named := parse_if_names_tokens(mask)) is not None:
         for lengths in zip(queries.cu_seqlens.diff().tolist(), keys.cu_seqlens.diff().tolist(), strict=True):
             check_fit(named, *lengths)
-    packed: Any = mask  # not read where there are no tokens
+    packed: Any = mask  # unused without tokens
     if not (0 in q.shape or 0 in k.shape):
         packed = run(partial(_pack, mask, queries, None if same else keys))
     moved = packed if isinstance(packed, Packed) else None

@@ -215,8 +215,8 @@ _cached_limits = cached_until_cleared(maxsize=64)(_make_limits)
 def _add_kept_blocks(
     kept: Tensor, scores: Tensor, limits: Limits, first: int, rule: tuple[str, int | float], after_others: bool
 ) -> None:
-    """Adds the blocks that a rule keeps to ``kept``, and those that are kept in any case. scores: of the rows from ``first`` on, of
-    heads or of key heads. after_others: whether these rows have blocks of other choosers."""
+    """Adds the blocks that a rule keeps to ``kept``, and the blocks that are kept in any case. scores: of the rows from ``first``
+    on, of heads or of key heads. after_others: whether these rows have blocks of other choosers."""
     if kept.dtype == torch.bool:
         some = slice(first, first + scores.shape[2])
         mine = rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], *rule)

@@ -146,8 +146,8 @@ def needs_operator() -> bool:
 
 
 class _DirectAttention(torch.autograd.Function):
-    """The operator's autograd without dispatch, which costs more host time than a short call takes on the GPU. So do views that
-    autograd sees: those of packed documents are made here."""
+    """The operator's autograd without dispatch, which costs more host time than a short call takes on the GPU. Views that
+    autograd sees cost as much, so the views of packed documents are made here."""
 
     @staticmethod
     def forward(ctx, q, k, v, call, variant, *more):

@@ -33,9 +33,7 @@ class KernelVariant(NamedTuple):
     sinks: Any = None
 
     def tensors(self) -> list[torch.Tensor]:
-        if self is NO_VARIANT:
-            return []
-        return [t for t in (*self, *(self.params or ())) if t is not None and isinstance(t, torch.Tensor)]
+        return [] if self is NO_VARIANT else [t for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
 
 
 NO_VARIANT = KernelVariant()
