@@ -149,7 +149,9 @@ class Variant:
         used = [name for name in self.names if name in _NAMED]
         used += ["dropout_p"] * (self.seed is not None)
         used += [PARTIAL_DROPOUT] * (self.q_positions is not None or self.batch_heads is not None)
-        used += ["softcap"] * bool(self.softcap) + ["score_mod"] * (self.score_mod is not None) + [LEARNED] * self.learned
+        if self.softcap:  # a symbol, while a graph is compiled
+            used.append("softcap")
+        used += ["score_mod"] * (self.score_mod is not None) + [LEARNED] * self.learned
         self.features = tuple(used)
 
     @property

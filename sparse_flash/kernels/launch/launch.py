@@ -224,14 +224,15 @@ def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor
     addresses; None: the call is never replayed. inputs: all tensors that take part, except the mask's and the recording's. run:
     makes the launches. It may call its launcher again, on copies of the inputs, instead of launching anything itself.
 
-    A mask whose blocks were chosen on the device is used once, and the next one has tables of the same shapes. So launches are kept
-    with the mask that the blocks were chosen from, and the tables are inputs.
+    A mask whose blocks were chosen on the device is used once, and the next one mostly has tables of the same shapes. So launches
+    are kept with the mask that the blocks were chosen from, and the tables are inputs.
     """
     device, holder, moves = inputs[0].device, mask, getattr(mask, "selected_from", None) is not None
     if key is not None:
         key = kernel.fn, device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
         if moves:
-            holder, key, inputs = mask.selected_from, (*key, mask.mask_index.shape), (*inputs, *mask.tensors())
+            tables = mask.tensors()
+            holder, key, inputs = mask.selected_from, (*key, *[t.shape for t in tables]), (*inputs, *tables)
         known = launches_of(holder).get(key)
         if known is not None:
             made = [make() for make in known.makers]
