@@ -93,9 +93,9 @@ class Compared:
 @pytest.fixture(autouse=True)
 def unsettled():
     """For tests that change which back ends exist or what they support: forgets choices from earlier calls."""
-    from sparse_flash.api import call
+    from sparse_flash.kernels.launch import memory
 
-    call.chosen_backends.clear()
+    memory.forget_calls()
 
 
 @pytest.fixture(scope="session", autouse=True)

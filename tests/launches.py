@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import triton
 import triton.language as tl
+from oracle import record
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -41,7 +42,7 @@ from sparse_flash.kernels.selection import pick_blocks
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.selection import triton as selection_triton
 from sparse_flash.selection.choice import BlockChoice
-from sparse_flash.variant.variant import Variant, split_sinks
+from sparse_flash.variant.variant import Variant
 
 SM90 = GPUTarget("cuda", 90, 32)
 MODULES = [import_module(one.name) for one in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.") if not one.ispkg]
@@ -193,25 +194,27 @@ def portable_attention(
     shape: Shape, mask, variant=None, has_dlse: bool = True, passes: tuple[str, ...] = ("forward", "two", "one")
 ):
     """passes: "two" and "one": the backward pass in so many launches."""
-    (q, k, v, out, lse), (added, variant) = shape.tensors(), split_sinks(variant)
+    q, k, v, out, lse = shape.tensors()
+    call = record(q, k, v, mask, 1.0, variant)
     if "forward" in passes:
-        forward.attention_forward(q, k, v, mask, 1.0, variant, added)
+        forward.attention_forward(call)
     for name, most in (("two", 0), ("one", 1 << 30)):
         if name in passes:
             with mock.patch.object(configs, "ONE_LAUNCH_TOKENS", most):
-                backward.attention_backward(out, lse if has_dlse else None, q, k, v, out, lse, mask, 1.0, variant)
-    if added is not None:
-        sinks.sum_shares(out, lse if has_dlse else None, out, lse, added)
+                backward.attention_backward(call, out, lse if has_dlse else None, out, lse)
+    if call.sinks is not None:
+        sinks.sum_shares(out, lse if has_dlse else None, out, lse, call.sinks)
 
 
 def hopper_attention(shape: Shape, mask, variant=None, deterministic: bool = False, passes=("forward", "backward")):
-    (q, k, v, out, lse), (added, variant) = shape.tensors(), split_sinks(variant)
+    q, k, v, out, lse = shape.tensors()
+    call = record(q, k, v, mask, 1.0, variant, deterministic)
     if "forward" in passes:
-        hopper_forward.attention_forward(q, k, v, mask, 1.0, variant, added)
+        hopper_forward.attention_forward(call)
     if "eight bits" in passes:
-        hopper_forward.attention_forward_of_eight_bits(q, k, v, mask, 1.0)
+        hopper_forward.attention_forward_of_eight_bits(call)
     if "backward" in passes:
-        hopper_backward.attention_backward(out, None, q, k, v, out, lse, mask, 1.0, variant, deterministic)
+        hopper_backward.attention_backward(call, out, None, out, lse)
 
 
 def decoding(shape: Shape, mask=None, page: int = 0, scales: str = "", **options):

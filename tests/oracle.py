@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import sparse_flash as sf
 from sparse_flash import backends
+from sparse_flash.dispatch.call import AttentionCall
 from sparse_flash.kernels.common.layout import empty_out
 from sparse_flash.masks import document_blocks, table
 from sparse_flash.masks import tall as tall_rows
@@ -304,6 +305,11 @@ def inputs_of(sizes: Sizes) -> list[torch.Tensor]:
 def normal(sizes: Sizes) -> list[torch.Tensor]:
     """q, k and v."""
     return inputs_of(sizes)[:3]
+
+
+def record(q, k, v, table, scale: float, variant=None, deterministic: bool = False) -> AttentionCall:
+    """What a back end gets of a call."""
+    return AttentionCall(q, k, v, table, table, scale, deterministic, "auto", variant)
 
 
 def make_call(q, k, mask=None, *, v=None, **options) -> backends.Call:

@@ -110,10 +110,14 @@ def attention(
     )
     variant_arguments: dict[str, Any] = {}
     if not is_plain:
-        of_variant: dict[str, Any] = {"dropout_p": dropout_p, "kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts}
-        of_variant |= {"q_starts": q_starts, "softcap": softcap, "alibi_slopes": alibi_slopes, "rel_bias": rel_bias}
-        of_variant |= {"score_mod": score_mod, "score_params": score_params, "sinks": sinks}
-        variant_arguments = {name: value for name, value in of_variant.items() if value is not None}
+        # fmt: off
+        of_variant = (
+            ("dropout_p", dropout_p), ("kv_lens", kv_lens), ("q_lens", q_lens), ("kv_starts", kv_starts), ("q_starts", q_starts),
+            ("softcap", softcap), ("alibi_slopes", alibi_slopes), ("rel_bias", rel_bias), ("score_mod", score_mod),
+            ("score_params", score_params), ("sinks", sinks),
+        )
+        # fmt: on
+        variant_arguments = {name: value for name, value in of_variant if value is not None}
     call = build_call(q, k, v, mask, scale, deterministic, backend, precision, variant_arguments)
     observe(call.mask, q, k)
     if isinstance(call.mask, BlockSelection):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..backends import triton
+from ..kernels.launch import memory as launches
 from ..masks import memory
 
 
@@ -15,4 +15,4 @@ def clear_caches() -> None:
     calls.
     """
     memory.clear_memories()
-    triton.forget_launches()
+    launches.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from .. import backends
 from ..choosers.choose import chosen_in_graph, chosen_mask
 from ..compat.constants import constant_in_graphs
+from ..compat.pytorch import is_plain_eager
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall, ChosenBlocks, backend_for
+from ..dispatch.call import AttentionCall, ChosenBlocks, layouts, prepare
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached, convert_foreign_mask, to_traceable
 from ..masks.chooser import find_unstated_causal, has_choosers, without_choosers
@@ -23,6 +25,7 @@ from ..masks.pattern import Pattern, short_text
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import LENGTHS, Variant, build_variant
 from .arguments import (
+    autocast_applies,
     callers_level,
     cast_for_autocast,
     check_mask,
@@ -50,14 +53,10 @@ def observe(mask: object, q: torch.Tensor, k: torch.Tensor) -> None:
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 
-# The shapes, dtypes and devices that ``check_tensors`` or ``check_decoding_tensors`` has passed, and the back end chosen for each
-# call so far, by everything that checks and choice depend on. At _MOST_CHOSEN entries all are dropped. Entries never go stale: what
-# back ends support on a device does not change while a process runs.
-fitting_shapes: dict[tuple[object, ...] | None, None] = {}
-chosen_backends: dict[tuple[object, ...] | None, str] = {}
-_MOST_CHOSEN = 4096
-register_clear(fitting_shapes.clear)
-register_clear(chosen_backends.clear)
+# The shapes, dtypes, strides and devices that ``check_tensors`` or ``check_decoding_tensors`` has passed; at _MOST all are dropped.
+fitting: set[tuple[object, ...]] = set()
+_MOST = 4096
+register_clear(fitting.clear)
 
 
 def build_call(
@@ -76,31 +75,35 @@ def build_call(
     Raises ValueError for arguments that do not fit together, TypeError for wrong types. The shapes of calls that are like earlier
     ones are not checked again.
     """
-    check_types(q, k, v)
+    of_inputs = _layouts_if_plain(q, k, v, variant_arguments)
+    fits = of_inputs is not None and of_inputs in fitting
+    if not fits or autocast_applies(q.device):
+        check_types(q, k, v)
+        q, k, v = cast_for_autocast(q, k, v)
+        of_inputs = of_inputs and layouts((q, k, v))
+        fits = of_inputs is not None and of_inputs in fitting
+    is_empty = not fits and (0 in q.shape or 0 in k.shape)
     deterministic = resolve_deterministic(deterministic)
     backends.check_name(backend)
-    q, k, v = cast_for_autocast(q, k, v)
     if precision is not None:
         _check_precision(precision, q, k, v, mask, variant_arguments.get("sinks"))
     if isinstance(mask, BlockSelection):
         variant = _check_selection_call(q, k, v, mask, variant_arguments)
         return AttentionCall(q, k, v, mask, None, resolve_scale(scale, q.shape[3]), deterministic, backend, variant)
     spec: Pattern | str | None = None
+    chooses = False
     if isinstance(mask, (Pattern, str)):
         spec = to_traceable(mask) if torch.compiler.is_compiling() else mask
+        chooses = has_choosers(spec)  # raises SpecError for text that cannot be read
     elif not (mask is None or isinstance(mask, (BlockMask, ChosenBlocks))):
         if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
             raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
         mask = convert_foreign_mask(mask)
 
-    chooses = spec is not None and has_choosers(spec)  # raises SpecError for text that cannot be read
-    is_empty = 0 in q.shape or 0 in k.shape
-    compiling = torch.compiler.is_compiling()
-    shapes = None if compiling else (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-    if compiling or shapes not in fitting_shapes:
+    if not fits:
         check_tensors(q, k, v, may_be_empty=is_empty)
-        if not compiling and not looks_transposed(q, k):  # each such call is warned of
-            remember(fitting_shapes, shapes, None)
+        if of_inputs is not None and not is_empty and not looks_transposed(q, k):  # each such call is warned of
+            remember_fitting(of_inputs)
     variant = build_variant(q, k, **variant_arguments) if variant_arguments else None
     if spec is not None:
         if chooses:
@@ -121,29 +124,40 @@ def build_call(
     else:
         table = _table_or_text(spec, q.shape[2], k.shape[2], q.device)
     kernel_table = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
-    key: tuple[object, ...] | None = None
-    if not (compiling or isinstance(table, (str, ChosenBlocks))):
-        # Everything that the checks and the choice of a back end depend on.
-        of_table = None if table is None else (table.fits, isinstance(kernel_table, BlockMask) and kernel_table.block_size)
-        key = shapes, of_table, variant and variant.kinds, deterministic, backend, precision
-    chosen = chosen_backends.get(key)
-    if chosen is None:
-        if isinstance(table, BlockMask):
-            check_mask(table, q, k)
-            if not compiling and backend == "auto" and table.slow:  # in this order: graphs guard what they read
-                _warn_that_dense_is_as_fast()
-        chosen = backend_for(q, k, v, kernel_table, variant, deterministic, backend, precision)
-        if key is not None and chosen != "auto":  # which stays if a graph breaks within this function
-            remember(chosen_backends, key, chosen)
     scale = resolve_scale(scale, q.shape[3])
-    return AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, chosen, variant, precision)
+    call = AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, backend, variant, precision)
+    holder = table if isinstance(table, BlockMask) else None
+    return prepare(call, of_inputs, holder, None if holder is None else partial(_check_table, holder, q, k, backend))
 
 
-def remember(known: dict[Any, Any], key: object, value: object) -> None:
-    """Adds to ``fitting_shapes`` or ``chosen_backends``."""
-    if len(known) >= _MOST_CHOSEN:
-        known.clear()
-    known[key] = value
+def _check_table(table: BlockMask, q: torch.Tensor, k: torch.Tensor, backend: str) -> None:
+    check_mask(table, q, k)
+    if not torch.compiler.is_compiling() and backend == "auto" and table.slow:  # in this order: graphs guard what they read
+        _warn_that_dense_is_as_fast()
+
+
+def _layouts_if_plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant_arguments: dict[str, Any]
+) -> tuple[object, ...] | None:
+    """``layouts`` of q, k and v; None where a compiler, a mode or a transform has to see the operator, and for what is no plain
+    tensor."""
+    more: list[torch.Tensor] = []
+    if variant_arguments:
+        params = variant_arguments.get("score_params", ())
+        given = [*variant_arguments.values(), *(params if isinstance(params, tuple) else ())]
+        more = [value for value in given if isinstance(value, torch.Tensor)]
+    if not is_plain_eager(q, k, v, *more):
+        return None
+    try:
+        return layouts((q, k, v))
+    except RuntimeError:  # of nested tensors
+        return None
+
+
+def remember_fitting(of_inputs: tuple[object, ...]) -> None:
+    if len(fitting) >= _MOST:
+        fitting.clear()
+    fitting.add(of_inputs)
 
 
 def _check_selection_call(

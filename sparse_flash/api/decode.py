@@ -11,6 +11,8 @@ from .. import backends
 from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager, plain_tensors
 from ..dispatch import operators
+from ..dispatch.call import layouts
+from ..kernels.launch.memory import keep, prepared_under
 from ..masks.block_mask import BlockMask
 from ..masks.cache import convert_foreign_mask, fake_mask_if_needed, keep_if_captured, run_in_thread, to_traceable
 from ..masks.compiler import compile_up_to
@@ -22,7 +24,7 @@ from ..patterns import causal, full, local
 from ..selection.block_selection import BlockSelection
 from ..selection.decode import decode, supports
 from .arguments import autocast_applies, check_selected_heads, check_types, resolve_scale
-from .call import DEFAULT_BLOCK_SIZE, chosen_backends, fitting_shapes, observe, remember
+from .call import DEFAULT_BLOCK_SIZE, fitting, observe, remember_fitting
 from .decoding_arguments import (
     MAX_QUERIES,
     check_cache_lengths,
@@ -92,11 +94,11 @@ def attention_decode(
     """
     check_types(q, k, v)
     compiling, has_pages = torch.compiler.is_compiling(), block_table is not None
-    key: Any = None if compiling else ("decode", has_pages, *((t.shape, t.dtype, t.device) for t in (q, k, v)))
-    if compiling or key not in fitting_shapes:
+    key: Any = None if compiling else ("decode", has_pages, *layouts((q, k, v)))
+    if compiling or key not in fitting:
         check_decoding_tensors(q, k, v, block_table)
         if not compiling:
-            remember(fitting_shapes, key, None)
+            remember_fitting(key)
     check_no_gradient(q, k, v)
     kv_lens, kv_starts, block_table = check_cache_lengths(q, k.shape[2], kv_lens, kv_starts, block_table)
     k_scale, v_scale = check_cache_scales(q, k, k_scale, v_scale, block_table)
@@ -116,11 +118,12 @@ def attention_decode(
     else:
         mask, is_causal = _resolve_mask(mask, capacity, q, kv_lens, kv_starts)
         block_size = None if mask is None else mask.block_size
-        key = key and (key, block_size, backend)
-        known = chosen_backends.get(key)
-        name = known or backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, block_size))
-        if known is None and not compiling:
-            remember(chosen_backends, key, name)
+        prepared = {} if compiling else prepared_under(mask)
+        key = key, block_size, backend
+        name = prepared.get(key, "")
+        if not name:
+            name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, block_size))
+            keep(prepared, key, name)
         call = q, k, v, mask, kv_lens, block_table, is_causal, scale, name
         out, lse = operators.attention_decode(*call, k_scale, v_scale, kv_starts)
     return (out, lse) if return_lse else out

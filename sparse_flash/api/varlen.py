@@ -11,7 +11,7 @@ import torch
 
 from ..compat.pytorch import is_plain_eager
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall
+from ..dispatch.call import AttentionCall, layouts
 from ..masks.block_mask import BlockMask
 from ..masks.cache import to_traceable
 from ..masks.fit import check_fit, parse_if_names_tokens
@@ -107,12 +107,11 @@ def attention_varlen(
     prepare = partial(_prepare, q, k, v, cu_seqlens_q, cu_seqlens_k, *settings)
     if all(isinstance(t, torch.Tensor) for t in starts) and all(isinstance(each, _HASHABLE) for each in settings[1:]):
         # All that ``_prepare`` depends on besides cu_seqlens.
-        of_tensors = [(t.shape, t.dtype, t.device) for t in (q, k, v)]
-        call, packed = kept_of_documents(starts, (*settings, cu_seqlens_k is None, *of_tensors), prepare)
+        call, packed = kept_of_documents(starts, (*settings, cu_seqlens_k is None, *layouts((q, k, v))), prepare)
     else:
         call, packed = prepare(lambda function: function())
     if packed is None:
-        call = call._replace(q=q, k=k, v=v)
+        call = call.on(q, k, v)
         observe(call.mask, q, k)
         out, lse = operators.attend_to_documents(call)
         return (out, lse) if return_lse else out
@@ -161,8 +160,7 @@ def _prepare(
     moved = packed if isinstance(packed, Packed) else None
     q, k, v = map(operators.documents_as_batch, (q, k, v))
     call = build_call(q, k, v, None if moved else packed, scale, deterministic, backend, None, {})
-    unused: Any = None  # of each call, and kept with none
-    return call._replace(q=unused, k=unused, v=unused), moved
+    return call.on(*operators.NO_TENSORS), moved
 
 
 def _pack(mask: Pattern | str, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | Packed:

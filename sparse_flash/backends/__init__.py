@@ -4,15 +4,15 @@ A back end is a module of this package with five functions:
 
     supports(call) -> str | None          why it cannot run this call, or None if it can
     why_unavailable() -> str | None       why it cannot run anything on this machine, or None
-    forward(q, k, v, mask, scale, deterministic, variant) -> (out, lse)
-    backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant) -> (dq, dk, dv)
+    forward(call) -> (out, lse)
+    backward(call, dout, dlse, out, lse) -> (dq, dk, dv)
     decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale, kv_starts) -> (out, lse)
 
-q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. v: like k, but may have its own
-head_dim. mask: a BlockMask, or None for dense attention. variant: a ``Variant``, or None. out: (batch, heads, q_len, v's head_dim),
-in q's memory order (``empty_out``). lse: (batch, heads, q_len) float32 (float64 for float64 inputs), natural logarithm, without
-dropout, -inf for queries that keep nothing, whose out is 0. dlse: like lse, or None if nothing depends on lse. If variant.rel_bias
-is learned, its gradient follows as a fourth. Arguments are checked before a back end sees them.
+call: a ``dispatch.call.AttentionCall`` whose table is a BlockMask, or None for dense attention. kv_heads divides heads; v may have
+its own head_dim. out: (batch, heads, q_len, v's head_dim), in q's memory order (``empty_out``). lse: (batch, heads, q_len) float32
+(float64 for float64 inputs), natural logarithm, without dropout, -inf for queries that keep nothing, whose out is 0. dlse: like
+lse, or None if nothing depends on lse. If variant.rel_bias is learned, its gradient follows as a fourth. Arguments are checked
+before a back end sees them. ``supports`` and ``why_unavailable`` take a ``Call``, which describes one without its tensors.
 
 decode: the queries are the last of each sequence; mask is square and covers the cache's capacity. kv_lens: (batch,) int32, the
 number of existing keys of each sequence, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape
@@ -23,7 +23,7 @@ tokens, or 0 if one scale serves all tokens of a head and page or batch entry; o
 
 A back end that supports ``EIGHT_BITS``, which no other feature accompanies, has a sixth:
 
-    forward_in_eight_bits(q, k, v, mask, scale) -> (out, lse)                 see ``variant.eight_bits``
+    forward_in_eight_bits(call) -> (out, lse)                 see ``variant.eight_bits``
 """
 
 from __future__ import annotations

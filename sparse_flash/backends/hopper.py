@@ -10,7 +10,7 @@ import torch
 from ..compat.constants import constant_in_graphs
 from ..kernels.common.layout import is_addressable
 from ..variant.eight_bits import EIGHT_BITS
-from ..variant.variant import LEARNED, LENGTHS, ScoreFunction, split_sinks
+from ..variant.variant import LEARNED, LENGTHS, ScoreFunction
 from . import Call, eight_bits_refusal, feature_refusal
 from . import triton as triton_backend
 
@@ -116,22 +116,19 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, deterministic, variant):
-    sinks, rest = split_sinks(variant)
-    if rest is None and triton_backend.has_few_queries(q, k):
-        return triton_backend.forward(q, k, v, mask, scale, deterministic, variant)
-    return _kernels().forward.attention_forward(q, k, v, mask, scale, rest, sinks)
+def forward(call):
+    if triton_backend.decodes(call):
+        return triton_backend.forward(call)
+    return _kernels().forward.attention_forward(call)
 
 
-def forward_in_eight_bits(q, k, v, mask, scale):
-    return _kernels().forward.attention_forward_of_eight_bits(q, k, v, mask, scale)
+def forward_in_eight_bits(call):
+    return _kernels().forward.attention_forward_of_eight_bits(call)
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
-    if not has_backward(q.shape[3], v.shape[3]):
-        return triton_backend.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
-    rest = variant and variant.without_sinks
-    return _kernels().backward.attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, rest, deterministic)
+def backward(call, dout, dlse, out, lse):
+    by = _kernels().backward.attention_backward if has_backward(call.q.shape[3], call.v.shape[3]) else triton_backend.backward
+    return by(call, dout, dlse, out, lse)
 
 
 def joint_backward(dout, dlse, q, out, lse, calls, scale):

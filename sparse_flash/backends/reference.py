@@ -33,22 +33,25 @@ def why_unavailable() -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, deterministic, variant):
+def forward(call):
     """(out, lse), computed in float64 whatever the inputs' dtype. See the package's docstring."""
-    matrix = _Matrix(q, k, v, mask, scale, variant, differentiate=False)
+    q, k, v = call[:3]
+    matrix = _Matrix(q, k, v, call.table, call.scale, call.variant, differentiate=False)
     out = empty_out(q, v.shape[3]).copy_(matrix.weights @ matrix.values)
     return out, matrix.lse.to(compute_dtype(q))
 
 
-def forward_in_eight_bits(q, k, v, mask, scale):
+def forward_in_eight_bits(call):
     """(out, lse) by the definition. See the package's docstring."""
-    out, lse = attention_in_eight_bits(q, k, v, None if mask is None else mask.to_dense(), scale)
+    (q, k, v), mask = call[:3], call.table
+    out, lse = attention_in_eight_bits(q, k, v, None if mask is None else mask.to_dense(), call.scale)
     return empty_out(q, v.shape[3]).copy_(out), lse.float()
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
+def backward(call, dout, dlse, out, lse):
     """Gradients of a forward pass recomputed in float64; ``out`` and ``lse`` are not used."""
-    matrix = _Matrix(q, k, v, mask, scale, variant, differentiate=True)
+    (q, k, v), scale, variant = call[:3], call.scale, call.variant
+    matrix = _Matrix(q, k, v, call.table, scale, variant, differentiate=True)
     dout, dlse = dout.double(), None if dlse is None else dlse.double()[..., None]
     if variant is not None:
         dout = clear_nonexistent(dout, variant.q_starts, variant.q_lens)

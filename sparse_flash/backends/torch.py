@@ -36,7 +36,6 @@ from ..variant.definition import (
     with_sinks,
 )
 from ..variant.eight_bits import EIGHT_BITS
-from ..variant.variant import split_sinks
 from . import aten_cpu, cache_capacity, check_pages, compute_dtype, dequantized, lse_to_subtract, zero_keyless_queries
 
 # Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
@@ -61,11 +60,10 @@ def why_unavailable() -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, deterministic, variant):
+def forward(call):
     """(out, lse). See the package's docstring."""
-    sinks, rest = split_sinks(variant)
-    out, lse = _forward_without_sinks(q, k, v, mask, scale, rest)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks, rest)
+    out, lse = _forward_without_sinks(*call[:3], call.table, call.scale, call.rest)
+    return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, call.rest)
 
 
 def _forward_without_sinks(q, k, v, mask, scale, variant):
@@ -92,9 +90,9 @@ def _forward_without_sinks(q, k, v, mask, scale, variant):
     return _cast_like(q, results[0]), results[1][..., 0].contiguous()
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
+def backward(call, dout, dlse, out, lse):
     """(dq, dk, dv), and the gradient of a learned bias. See the package's docstring."""
-    variant = variant and variant.without_sinks
+    (q, k, v), mask, scale, variant = call[:3], call.table, call.scale, call.rest
     drel_bias = None
     if dlse is None and _can_use_aten_directly(q, v, mask, variant):
         grads = aten_cpu.backward(dout, q, k, v, out, lse, scale, causal=mask is not None)
@@ -120,7 +118,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
             else:
                 queries.append(part.pack_queries(dlse[..., None]))
                 rule = _ScoreRule(part, q, k, scale, variant)
-                packed = _backward(*queries, *keys, part.loop, rule, deterministic, drel_bias)
+                packed = _backward(*queries, *keys, part.loop, rule, call.deterministic, drel_bias)
         if len(parts) == 1:
             grads = [part.unpack_queries(packed[0]), *packed[1:]]
         else:

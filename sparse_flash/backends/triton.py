@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from importlib.util import find_spec
 
 import numpy
 import torch
@@ -12,7 +11,7 @@ import torch
 from ..compat.constants import constant_in_graphs
 from ..kernels.common.layout import as_contiguous_rows, restore_out
 from ..variant.eight_bits import EIGHT_BITS
-from ..variant.variant import LEARNED, split_sinks
+from ..variant.variant import LEARNED
 from . import E4M3, Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -65,14 +64,6 @@ def _refusal(device: torch.device, e4m3: bool) -> str | None:
     return refusal(device, e4m3)
 
 
-def forget_launches() -> None:
-    """See ``kernels/launch/memory.clear``."""
-    if find_spec("triton") is not None:
-        from ..kernels.launch import memory
-
-        memory.clear()
-
-
 def supports(call: Call) -> str | None:
     reason = why_unavailable()
     if reason:
@@ -98,20 +89,19 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, deterministic, variant):
-    sinks, rest = split_sinks(variant)
-    if rest is None and has_few_queries(q, k):
-        return _decode(q, k, v, mask, scale, sinks=sinks, at_end=False)
+def forward(call):
+    if decodes(call):
+        return _decode(*call[:3], call.table, call.scale, sinks=call.sinks, at_end=False)
     from ..kernels.portable.forward import attention_forward
 
-    return attention_forward(q, k, v, mask, scale, rest, sinks)
+    return attention_forward(call)
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
+def backward(call, dout, dlse, out, lse):
     # Two passes without atomics, except for the gradient of rel_bias: repeatable whether requested or not.
     from ..kernels.portable.backward import attention_backward
 
-    return attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant and variant.without_sinks)
+    return attention_backward(call, dout, dlse, out, lse)
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale, kv_starts):
@@ -128,9 +118,11 @@ def _decode(q, k, v, mask, scale, **options):
     return restore_out(out, ready[0], q, v), lse
 
 
-def has_few_queries(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether one program per head would leave multiprocessors idle, with enough keys to share among programs."""
-    if q.shape[2] > FEW_QUERIES or k.shape[2] < MANY_KEYS:
+def decodes(call) -> bool:
+    """Whether a forward pass is the decoding kernel's: one program per head would leave multiprocessors idle, and there are enough
+    keys to share among programs."""
+    q, k = call.q, call.k
+    if q.shape[2] > FEW_QUERIES or k.shape[2] < MANY_KEYS or call.rest is not None:
         return False
     from ..kernels.launch.launch import multiprocessors
 

@@ -52,6 +52,7 @@ _without_modes = import_private("utils._python_dispatch:_disable_current_modes")
 _FunctionBase = import_private("_C._FunctionBase")
 _active_mode = import_private("_C._get_dispatch_mode")
 _FAKE = import_private("_C._TorchDispatchModeKey.FAKE")
+_tracing_state = import_private("_C._get_tracing_state")
 _without_functions = import_private("_C.DisableTorchFunction")
 
 
@@ -76,16 +77,20 @@ def in_forward_mode() -> bool:
     return _forward_ad._current_level >= 0
 
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
 def is_plain_eager(*tensors: torch.Tensor) -> bool:
-    """Whether this is a plain eager call: no compiler, exporter, dispatch mode, function transform, forward mode, tensor subclass
-    or meta tensor has to see the operator."""
+    """Whether this is a plain eager call: no compiler, exporter, tracer, dispatch mode, function transform, forward mode, tensor
+    subclass or meta tensor has to see the operator."""
     return (
         not torch.compiler.is_compiling()
+        and _PLAIN.issuperset(map(type, tensors))
         and not tensors[0].is_meta
         and active_modes() == 0
-        and not in_function_transform()
-        and not in_forward_mode()
-        and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+        and _functorch.maybe_current_level() is None
+        and _forward_ad._current_level < 0
+        and _tracing_state() is None
     )
 
 

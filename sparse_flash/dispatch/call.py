@@ -1,12 +1,14 @@
-"""A checked attention call."""
+"""The record of an attention call, and what calls like an earlier one share."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import backends
+from ..kernels.launch.memory import keep, prepared_under
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
 
@@ -25,14 +27,15 @@ class ChosenBlocks(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of one attention call, checked and resolved.
+    """One attention call, checked and resolved: the front door makes it, and operators, gradients, back ends and launchers read it.
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim). v: (batch, kv_heads, kv_len, v_head_dim). All are in
     the dtype that autocast asks for.
     mask: as the caller passed it, or as read from another library's mask. table: what a back end reads, None for dense attention
     and for a selection of blocks; spec text or ChosenBlocks if the operator makes the table. scale: None within torch.compile, for
     1 / sqrt(head_dim). deterministic: True or False, never None. backend: the one that runs the call; "auto" if the operator
-    chooses. precision: "fp8" or None.
+    chooses. precision: "fp8" or None. launches: those of earlier calls like this one, by kernel; None where a compiler, a mode or a
+    transform has to see the operator: see ``compat.pytorch.is_plain_eager``.
     """
 
     q: torch.Tensor
@@ -45,21 +48,62 @@ class AttentionCall(NamedTuple):
     backend: str
     variant: Variant | None = None
     precision: str | None = None
+    launches: dict[Any, Any] | None = None
+
+    def on(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
+        """The same call on other tensors."""
+        return self._replace(q=q, k=k, v=v)
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """q, k, v, and the tensors of the variant."""
+        return self[:3] if self.variant is None else (*self[:3], *self.variant.tensors())
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        return None if self.variant is None else self.variant.sinks
+
+    @property
+    def rest(self) -> Variant | None:
+        """The variant but for its sinks, which kernels add last."""
+        return None if self.variant is None else self.variant.without_sinks
 
 
-def backend_for(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: BlockMask | ChosenBlocks | str | None,
-    variant: Variant | None,
-    deterministic: bool,
-    backend: str,
-    precision: str | None = None,
-) -> str:
-    """The back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError if there is
-    none. Unchanged if the operator chooses: a choice that depends on a length would make torch.compile recompile."""
-    if isinstance(table, str) or torch.compiler.is_compiling():
-        return backend
-    block_size = None if table is None else table.block_size
-    return backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, block_size, variant, deterministic, precision))
+def layouts(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
+    """All that a call depends on of its tensors, but for their values and addresses."""
+    return tuple([(t.dtype, t.device, t.layout, t.shape, t.stride()) for t in tensors])
+
+
+def prepare(
+    call: AttentionCall, of_inputs: tuple[object, ...] | None, holder: BlockMask | None, check: Callable[[], None] | None = None
+) -> AttentionCall:
+    """Chooses the back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError if
+    there is none. Unchanged if the operator chooses: a choice that depends on a length would make torch.compile recompile.
+
+    of_inputs: ``layouts`` of q, k and v, by which the choice and the launches of an earlier call are found; None: a compiler, a
+    mode or a transform has to see the operator. holder: the mask that holds what is prepared, of which call.table is the form for
+    kernels; None for dense attention. check: what else may raise for such a call.
+    """
+    q, k, v, mask, table, scale, deterministic, backend, variant, precision, _ = call
+    known: dict[Any, Any] | None = None
+    if of_inputs is not None and not isinstance(table, (str, ChosenBlocks)):
+        known = prepared_under(holder)
+        of_table: Any = table and table.block_size
+        if table is not None and table.selected_from is not None:  # whose launches many masks share
+            of_table = tuple([t.shape for t in table.tensors()])
+        key: tuple[object, ...] = (of_inputs, scale, deterministic, backend, precision, of_table)
+        if variant is not None:
+            key = *key, variant.constants, layouts(variant.tensors())
+        found = known.get(key)
+        if found is not None:
+            return AttentionCall(q, k, v, mask, table, scale, deterministic, found[0], variant, precision, found[1])
+    if check is not None:
+        check()
+    if not (isinstance(table, str) or torch.compiler.is_compiling()):
+        block_size = None if table is None else table.block_size
+        of_call = backends.Call.from_tensors(q, k, v, block_size, variant, deterministic, precision)
+        backend = backends.choose_backend(backend, of_call)
+    launches: dict[Any, Any] | None = None
+    if known is not None and backend != "auto":  # which stays if a graph breaks within this function
+        launches = {}
+        keep(known, key, (backend, launches))
+    return AttentionCall(q, k, v, mask, table, scale, deterministic, backend, variant, precision, launches)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.library import CustomOpDef
@@ -32,7 +33,7 @@ from ..masks.grid import BlockGrid
 from ..masks.methods import resolve_within
 from ..variant.definition import sink_gradient, with_sinks
 from ..variant.variant import NO_VARIANT, Variant
-from .call import AttentionCall, ChosenBlocks
+from .call import AttentionCall, ChosenBlocks, layouts, prepare
 
 PATTERN_BLOCK_SIZE = 128  # tokens, in the tables of patterns
 NOTHING = "nothing"  # the back end of calls with nothing to compute
@@ -56,11 +57,11 @@ def batch_as_documents(x: torch.Tensor) -> torch.Tensor:
 def attend_to_documents(call: AttentionCall):
     """``attend`` on packed q, k and v, (tokens, heads, head_dim): out (tokens, heads, v_head_dim), lse (heads, tokens)."""
     q, k, v = tensors = call[:3]
-    if call.backend != NOTHING and is_plain_eager(*tensors) and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        settings = call.table, call.scale, call.deterministic, call.backend, True
-        return _attend_directly(q, k, v, settings, None)
-    q, k, v = map(documents_as_batch, tensors)
-    out, lse = attend(call._replace(q=q, k=k, v=v))
+    if not is_plain_eager(*tensors):
+        call = call._replace(launches=None)
+    elif call.backend != NOTHING and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return _attend_directly(q, k, v, call.on(*NO_TENSORS), True)
+    out, lse = attend(call.on(*map(documents_as_batch, tensors)))
     return batch_as_documents(out), lse.squeeze(0)
 
 
@@ -74,27 +75,26 @@ def make_empty_results(q, k, v, variant: Variant | None):
 
 
 def _computed(call: AttentionCall):
-    q, k, v, _, table, scale, deterministic, backend, variant, precision = call
+    q, k, v, _, table, scale, deterministic, backend, variant, precision, launches = call
     if precision is not None:
-        out, lse = _compute_in_eight_bits(q, k, v, table, scale, backend)
+        out, lse = _compute_in_eight_bits(call)
         return (out, lse) if variant is None or variant.sinks is None else with_sinks(out, lse, variant.sinks, None)
-    more = () if variant is None else variant.tensors()
-    if is_plain_eager(q, k, v, *more):
+    if launches is not None:
         learned = variant is not None and (variant.learned or variant.learned_sinks)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
-            return _attend_directly(q, k, v, (table, scale, deterministic, backend, False), variant, *more)
-        return backends.get_backend(backend).forward(q, k, v, table, scale, deterministic, variant)
-    refuse_transforms(q, k, v, *more)
+            return _attend_directly(q, k, v, call.on(*NO_TENSORS), False, *(variant.tensors() if variant is not None else ()))
+        return backends.get_backend(backend).forward(call)
+    refuse_transforms(*call.inputs())
     tensors, *packed = NO_VARIANT if variant is None else variant.packed()
     return _forward(q, k, v, *_to_operator_args(table, q), scale, deterministic, backend, tensors or [q], *packed)
 
 
-def _compute_in_eight_bits(q, k, v, table: BlockMask | ChosenBlocks | str | None, scale: float | None, backend: str):
+def _compute_in_eight_bits(call: AttentionCall):
     """(out, lse), not differentiable."""
-    if is_plain_eager(q, k, v):
-        return backends.get_backend(backend).forward_in_eight_bits(q, k, v, table, scale)
-    refuse_transforms(q, k, v)
-    return _forward_in_eight_bits(q, k, v, *_to_operator_args(table, q), scale, backend)
+    if call.launches is not None:
+        return backends.get_backend(call.backend).forward_in_eight_bits(call)
+    refuse_transforms(*call[:3])
+    return _forward_in_eight_bits(*call[:3], *_to_operator_args(call.table, call.q), call.scale, call.backend)
 
 
 def _to_operator_args(table: BlockMask | ChosenBlocks | str | None, q: torch.Tensor) -> tuple[list[torch.Tensor], int, str]:
@@ -150,12 +150,13 @@ class _DirectAttention(torch.autograd.Function):
     autograd sees cost as much, so the views of packed documents are made here."""
 
     @staticmethod
-    def forward(ctx, q, k, v, call, variant, *more):
-        mask, scale, deterministic, backend, of_documents = ctx.call = call
+    def forward(ctx, q, k, v, call, of_documents, *more):
         tensors = map(documents_as_batch, (q, k, v)) if of_documents else (q, k, v)
-        out, lse = backends.get_backend(backend).forward(*tensors, mask, scale, deterministic, variant)
+        out, lse = backends.get_backend(call.backend).forward(call.on(*tensors))
         ctx.save_for_backward(q, k, v, out, lse, *more)
-        ctx.packed = None if variant is None else variant.packed()[1:]
+        # Without the variant's tensors, which hooks of saved tensors may take away.
+        ctx.packed = None if call.variant is None else call.variant.packed()[1:]
+        ctx.call, ctx.of_documents = call._replace(variant=None), of_documents
         ctx.set_materialize_grads(False)
         return (batch_as_documents(out), lse.squeeze(0)) if of_documents else (out, lse)
 
@@ -170,23 +171,24 @@ class _DirectAttention(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx, dout, dlse):
         q, k, v, out, lse, *more = ctx.saved_tensors
-        mask, scale, deterministic, backend, of_documents = ctx.call
         if dout is None and dlse is None:
             return (None,) * (5 + len(more))
-        if of_documents:
+        if ctx.of_documents:
             q, k, v = map(documents_as_batch, (q, k, v))
             dout, dlse = dout if dout is None else documents_as_batch(dout), dlse if dlse is None else dlse.unsqueeze(0)
         variant = None if ctx.packed is None else Variant.unpacked(more, *ctx.packed)
-        results = *prepare_upstream(dout, dlse, out, lse), q, k, v, out, lse
+        dout, dlse = prepare_upstream(dout, dlse, out, lse)
+        call = ctx.call._replace(q=q, k=k, v=v, variant=variant)
         if needs_operator():  # since the forward pass
-            packed = ctx.packed or NO_VARIANT[1:]
-            grads = _backward(*results, *_to_operator_args(mask, q), scale, deterministic, backend, more or [q], *packed)
+            of_call = *_to_operator_args(call.table, q), call.scale, call.deterministic, call.backend
+            grads = _backward(dout, dlse, q, k, v, out, lse, *of_call, more or [q], *(ctx.packed or NO_VARIANT[1:]))
         else:
-            grads = _all_gradients(backends.get_backend(backend), *results, mask, scale, deterministic, variant)
+            grads = _all_gradients(call, dout, dlse, out, lse)
         of_variant = [] if variant is None else variant.gradients(*grads[3:])
-        return (*(map(batch_as_documents, grads[:3]) if of_documents else grads[:3]), None, None, *of_variant)
+        return (*(map(batch_as_documents, grads[:3]) if ctx.of_documents else grads[:3]), None, None, *of_variant)
 
 
+NO_TENSORS: Any = (None, None, None)  # of a call that is kept without its own
 _attend_directly = resolve_apply(_DirectAttention)  # no function transform is active where ``is_plain_eager``
 
 
@@ -229,18 +231,19 @@ def prepare_upstream(
     return torch.zeros_like(out) if dout is None else dout, dlse
 
 
-def _all_gradients(chosen, dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant) -> tuple:
-    """dq, dk, dv, and the gradients of rel_bias and sinks, of those that are learned, of a back end."""
-    grads = chosen.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
-    if variant is None or not variant.learned_sinks:
+def _all_gradients(call: AttentionCall, dout, dlse, out, lse) -> tuple:
+    """dq, dk, dv, and the gradients of rel_bias and sinks, of those that are learned."""
+    grads = backends.get_backend(call.backend).backward(call, dout, dlse, out, lse)
+    variant = call.variant
+    if variant is None or variant.sinks is None or not variant.learned_sinks:
         return grads
     return *grads, sink_gradient(dout, dlse, out, lse, variant.sinks)
 
 
-def _prepare_call(
+def _restore_call(
     q, k, v, tables, block_size: int, pattern: str, scale, deterministic: bool, backend: str, *packed, precision: str | None = None
-):
-    """(back end, mask, scale, deterministic, variant) of a call; the same for both passes."""
+) -> AttentionCall:
+    """The call of an operator's arguments; the same for both passes."""
     variant = Variant.unpacked(*packed)
     mask = None
     if _has_chosen_bits(tables):
@@ -251,10 +254,9 @@ def _prepare_call(
         mask = table.kernel_table(q.is_cuda)
     elif block_size:
         mask = _restore_mask(q.shape[2], k.shape[2], block_size, tables)
-    call = backends.Call.from_tensors(q, k, v, None if mask is None else mask.block_size, variant, deterministic, precision)
-    name = backends.choose_backend(backend, call)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return backends.get_backend(name), mask, scale, deterministic, variant
+    call = AttentionCall(q, k, v, mask, mask, scale, deterministic, backend, variant, precision)
+    return prepare(call, layouts(call[:3]) if is_plain_eager(*call.inputs()) else None, mask)
 
 
 def _has_chosen_bits(tables: list[torch.Tensor]) -> bool:
@@ -290,8 +292,8 @@ def _define_operator(name: str, arguments: str, results: str = "(Tensor, Tensor)
 
 @_define_operator("attention", f"Tensor q, Tensor k, Tensor v, {_CALL}")
 def _forward(q, k, v, *call):
-    chosen, *prepared = _prepare_call(q, k, v, *call)
-    return chosen.forward(q, k, v, *prepared)
+    restored = _restore_call(q, k, v, *call)
+    return backends.get_backend(restored.backend).forward(restored)
 
 
 @_forward.register_fake
@@ -302,8 +304,8 @@ def _fake_results(q, k, v, *call):
 @_define_operator("attention_in_eight_bits", f"Tensor q, Tensor k, Tensor v, {_MASK}, float? scale, str backend")
 def _forward_in_eight_bits(q, k, v, tables, block_size, pattern, scale, backend):
     call = tables, block_size, pattern, scale, False, backend, *NO_VARIANT
-    chosen, mask, scale, *_ = _prepare_call(q, k, v, *call, precision="fp8")
-    return chosen.forward_in_eight_bits(q, k, v, mask, scale)
+    restored = _restore_call(q, k, v, *call, precision="fp8")
+    return backends.get_backend(restored.backend).forward_in_eight_bits(restored)
 
 
 _forward_in_eight_bits.register_fake(_fake_results)
@@ -332,8 +334,7 @@ _decode.register_fake(_fake_results)
 )
 def _backward(dout, dlse, q, k, v, out, lse, *call):
     """[dq, dk, dv], and the gradients of rel_bias and sinks, of those that are learned."""
-    chosen, *prepared = _prepare_call(q, k, v, *call)
-    return list(_all_gradients(chosen, dout, dlse, q, k, v, out, lse, *prepared))
+    return list(_all_gradients(_restore_call(q, k, v, *call), dout, dlse, out, lse))
 
 
 @_backward.register_fake

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -12,12 +11,13 @@ import torch
 from ..api.arguments import check_mask
 from ..api.attention import attention
 from ..compat.dynamo import mark_lengths_dynamic
+from ..compat.pytorch import is_plain_eager
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall, backend_for
+from ..dispatch.call import AttentionCall, layouts, prepare
 from ..masks.block_mask import BlockMask
 from ..selection.block_selection import BlockSelection
 from ..variant.definition import with_sinks
-from ..variant.variant import Variant, split_sinks
+from ..variant.variant import Variant
 from .calls import table_and_variant
 from .exchange import all_to_all, attend_blocks
 from .routes import LocalMask, Route
@@ -64,8 +64,8 @@ class HeadAttention:
         q, k, v = exchange_tokens_for_heads([call.q, call.k, call.v], self._ranks, self._peers)
         variant = call.variant
         if variant is not None and variant.sinks is not None:
-            variant = replace(variant, sinks=torch.unflatten(variant.sinks, 0, (self._ranks, -1))[self._rank])
-        call = call._replace(q=q, k=k, v=v, variant=variant)
+            variant = variant._replace(sinks=torch.unflatten(variant.sinks, 0, (self._ranks, -1))[self._rank])
+        call = call.on(q, k, v)._replace(variant=variant)
         out, lse = _attend_all_tokens(call, self._mask) if select is None else self._attend_selected(call, select)
         out = exchange_heads_for_tokens(out, self._ranks, self._peers)
         return out, exchange_heads_for_tokens(lse[..., None], self._ranks, self._peers)[..., 0] if return_lse else None
@@ -76,7 +76,7 @@ class HeadAttention:
         if order is None:
             return _attend_all_tokens(call, resolve_select(select, call.q, call.k))
         q, k, v = (t.index_select(2, order) for t in (call.q, call.k, call.v))
-        out, lse = _attend_all_tokens(call._replace(q=q, k=k, v=v), resolve_select(select, q, k))
+        out, lse = _attend_all_tokens(call.on(q, k, v), resolve_select(select, q, k))
         tokens = self._ranks * self._tokens
         all_out = out.new_zeros((*out.shape[:2], tokens, out.shape[3])).index_copy(2, order, out)
         return all_out, lse.new_full((*lse.shape[:2], tokens), float("-inf")).index_copy(2, order, lse)
@@ -116,7 +116,7 @@ def resolve_select(select: Select, q: torch.Tensor, k: torch.Tensor) -> Selected
 def _attend_all_tokens(call: AttentionCall, mask: LocalMask | Selected) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) on a rank that has all tokens of its heads."""
     given = mask.mask if isinstance(mask, LocalMask) else mask
-    sinks, dropout = split_sinks(call.variant)
+    sinks, dropout = call.sinks, call.rest
     if dropout is None:
         # fmt: off
         out, lse = attention(*call[:3], given, scale=call.scale, sinks=sinks, return_lse=True,
@@ -132,5 +132,5 @@ def _attend_all_tokens(call: AttentionCall, mask: LocalMask | Selected) -> tuple
     else:
         check_mask(given, call.q, call.k)
         table, variant = given.kernel_table(call.q.is_cuda), call.variant
-    backend = backend_for(call.q, call.k, call.v, table, variant, call.deterministic, call.backend)
-    return operators.attend(call._replace(mask=given, table=table, variant=variant, backend=backend))
+    call = call._replace(mask=given, table=table, variant=variant)
+    return operators.attend(prepare(call, layouts(call[:3]) if is_plain_eager(*call.inputs()) else None, given))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,6 +9,7 @@ import torch
 from .. import backends
 from ..backends import QueryRows, hopper
 from ..backends import triton as triton_backend
+from ..dispatch.call import AttentionCall, layouts, prepare
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 Addends = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _KeyValues = tuple[torch.Tensor, torch.Tensor]
+_Prepared = tuple[AttentionCall, BlockMask | None]
 _Keys = tuple[torch.Tensor, torch.Tensor, BlockMask | None]
 
 
@@ -37,15 +37,15 @@ class PartialAttention(NamedTuple):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse) over the columns of the mask."""
-        run, table, variant = self._prepare_call(q, k, v, mask)
-        return run.forward(q, k, v, table, self.scale, self.deterministic, variant)
+        call, _ = self._prepare_call(q, k, v, mask)
+        return backends.get_backend(call.backend).forward(call)
 
     def backward(self, rows: QueryRows, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> Gradients:
         """Returns (dq, dk, dv) from the pairs of the mask. rows: with out and lse over all columns, as the probabilities need the
         whole lse."""
         q, dout, dlse, out, lse = rows
-        run, table, variant = self._prepare_call(q, k, v, mask)
-        return run.backward(dout, dlse, q, k, v, out, lse, table, self.scale, self.deterministic, variant)
+        call, _ = self._prepare_call(q, k, v, mask)
+        return backends.get_backend(call.backend).backward(call, dout, dlse, out, lse)
 
     def backward_in_two_calls(
         self, rows: QueryRows, own: _KeyValues, fetched: torch.Tensor, calls: TwoCalls, message: Message
@@ -79,21 +79,18 @@ class PartialAttention(NamedTuple):
         if the calls must be separate."""
         if calls.far is None or self.dropout is not None or self.deterministic:
             return None
-        own_backend, own_mask, _ = self._prepare_call(rows.q, *own, calls.near)
-        backend, mask, _ = self._prepare_call(rows.q, *others, calls.far)
-        if not own_backend is backend is hopper:
+        of_own, own_table = self._prepare_call(rows.q, *own, calls.near)
+        of_others, table = self._prepare_call(rows.q, *others, calls.far)
+        if {of_own.backend, of_others.backend} != {"hopper"}:
             return None
-        keys = (*own, own_mask), (*others, mask)
+        keys = (*own, own_table), (*others, table)
         joint = hopper.joint_backward(rows.dout, rows.dlse, rows.q, rows.out, rows.lse, keys, self.scale)
         return None if joint is None else (joint, *keys)
 
-    def _prepare_call(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask
-    ) -> tuple[ModuleType, BlockMask | None, Variant | None]:
+    def _prepare_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> _Prepared:
         table, variant = table_and_variant(mask, self.dropout, q.is_cuda)
-        size = None if table is None else table.block_size
-        call = backends.Call.from_tensors(q, k, v, size, variant, deterministic=self.deterministic)
-        return backends.get_backend(backends.choose_backend(self.backend, call)), table, variant
+        call = AttentionCall(q, k, v, mask, table, self.scale, self.deterministic, self.backend, variant)
+        return prepare(call, layouts((q, k, v)), mask.mask), table
 
 
 def table_and_variant(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:
@@ -101,7 +98,7 @@ def table_and_variant(mask: LocalMask, dropout: Variant | None, on_gpu: bool) ->
     if dropout is None:
         return mask.mask.kernel_table(on_gpu), None
     # Only the mask's own blocks are contiguous in the sequence, so neither coarser blocks nor a dense call are used.
-    return mask.mask, replace(dropout, q_positions=mask.q_positions, kv_positions=mask.kv_positions)
+    return mask.mask, dropout._replace(q_positions=mask.q_positions, kv_positions=mask.kv_positions)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, partial: tuple[torch.Tensor, torch.Tensor]) -> None:

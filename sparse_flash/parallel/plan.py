@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, Unpack, overload
 
 import torch
@@ -233,7 +232,7 @@ class ContextPlan(TokenShards):
             by_rank = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self.ranks, -1)
             batch_heads = by_rank[:, self.rank].contiguous()
         seeds = all_to_all(drawn.seed.expand(self.ranks, -1), self._peers)  # by an operator, which checkpointing keeps or repeats
-        return replace(drawn, seed=seeds[0], batch_heads=batch_heads)
+        return drawn._replace(seed=seeds[0], batch_heads=batch_heads)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_tensors(q, k, v)

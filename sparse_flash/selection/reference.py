@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backends import Call, QueryRows, compute_dtype, lse_to_subtract
 from ..backends import reference as dense
+from ..dispatch.call import AttentionCall
 from .block_selection import BlockSelection
 
 
@@ -18,13 +20,17 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse), computed in float64 whatever the inputs' dtype."""
-    return dense.forward(q, k, v, _to_dense_mask(selection, q), scale, True, None)
+    return dense.forward(_to_call(q, k, v, selection, scale))
 
 
 def backward(rows: QueryRows, k: Tensor, v: Tensor, selection: BlockSelection, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a forward pass recomputed in float64; ``out`` and ``lse`` are not used."""
     q, dout, dlse, out, lse = rows
-    return dense.backward(dout, dlse, q, k, v, out, lse, _to_dense_mask(selection, q), scale, True, None)
+    return dense.backward(_to_call(q, k, v, selection, scale), dout, dlse, out, lse)
+
+
+def _to_call(q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float) -> AttentionCall:
+    return AttentionCall(q, k, v, selection, _to_dense_mask(selection, q), scale, True, "reference")
 
 
 def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float) -> Tensor:
@@ -47,7 +53,7 @@ def block_lse_backward(
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk.unflatten(1, (k.shape[1], -1)).sum(2))
 
 
-def _to_dense_mask(selection: BlockSelection, q: Tensor) -> SimpleNamespace:
+def _to_dense_mask(selection: BlockSelection, q: Tensor) -> Any:
     """A selection's pairs by query head, as the part of a BlockMask that the oracle uses."""
     pairs = selection.to_dense().repeat_interleave(q.shape[1] // selection.heads, 1)
     return SimpleNamespace(to_dense=lambda: pairs)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from numbers import Integral
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -106,9 +106,8 @@ def _of_functions(in_torch: _TorchScore, *paths: tuple[str, str] | None) -> Scor
     return ScoreFunction(*functions)
 
 
-@dataclass(eq=False)
-class Variant:
-    """Holds the rest of a call beside its mask. ``build_variant`` creates it and checks its values. Immutable.
+class Variant(NamedTuple):
+    """Holds the rest of a call beside its mask. ``build_variant`` creates it and checks its values.
 
     seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout. q_positions, kv_positions: (tokens / 16,)
     int32, for dropout of a part of a sequence: the position in the whole of the first of each 16 tokens, which stay together, a
@@ -119,9 +118,6 @@ class Variant:
     learned: whether rel_bias needs a gradient. softcap: 0 for none. score_mod, score_params: the user's own function and its
     tensors. sinks: (heads,), the logit of each head that joins its softmax, after everything else; every back end supports it.
     learned_sinks: whether it needs a gradient.
-
-    names: of the tensors present, without score_params, in the order in which they cross an operator's boundary. features: the
-    arguments of ``attention`` that a back end must support for this call.
     """
 
     seed: torch.Tensor | None = None
@@ -131,45 +127,47 @@ class Variant:
     kv_lens: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     rel_bias: torch.Tensor | None = None
+    q_positions: torch.Tensor | None = None
+    kv_positions: torch.Tensor | None = None
+    batch_heads: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None  # the last of _TENSORS
     score_params: tuple[torch.Tensor, ...] = ()
     score_mod: ScoreFunction | None = None
     dropout_p: float = 0.0
     softcap: float = 0.0
     learned: bool = False
-    q_positions: torch.Tensor | None = None
-    kv_positions: torch.Tensor | None = None
-    batch_heads: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
     learned_sinks: bool = False
-    names: tuple[str, ...] = field(init=False, repr=False)
-    features: tuple[str, ...] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        self.names = tuple(name for name in _TENSORS if getattr(self, name) is not None)
-        used = [name for name in self.names if name in _NAMED]
+    def names(self) -> list[str]:
+        """Of the tensors present, without score_params, in the order in which they cross an operator's boundary."""
+        return [name for name in _TENSORS if getattr(self, name) is not None]
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The arguments of ``attention`` that a back end must support for this call."""
+        used = [name for name in self.names() if name in _NAMED]
         used += ["dropout_p"] * (self.seed is not None)
         used += [PARTIAL_DROPOUT] * (self.q_positions is not None or self.batch_heads is not None)
-        if self.softcap:  # a symbol, while a graph is compiled
-            used.append("softcap")
-        used += ["score_mod"] * (self.score_mod is not None) + [LEARNED] * self.learned
-        self.features = tuple(used)
+        used += ["softcap"] * (self.softcap != 0) + ["score_mod"] * (self.score_mod is not None) + [LEARNED] * self.learned
+        return tuple(used)
 
     @property
     def scored(self) -> bool:
         """Whether scores are more than scaled products."""
         return bool(self.softcap) or self.alibi_slopes is not None or self.rel_bias is not None or self.score_mod is not None
 
-    @property
-    def kinds(self) -> tuple[object, ...]:
-        """What back ends go by when they accept or refuse a call."""
-        return self.features, self.score_mod, tuple(t.dtype for t in self.score_params), self.softcap
-
     def tensors(self) -> list[torch.Tensor]:
-        return [*(getattr(self, name) for name in self.names), *self.score_params]
+        given = cast("tuple[torch.Tensor | None, ...]", self[: len(_TENSORS)])
+        return [*[t for t in given if t is not None], *self.score_params]
+
+    @property
+    def constants(self) -> tuple[object, ...]:
+        """All but ``tensors()``, and which of these there are."""
+        return *[t is None for t in self[: len(_TENSORS)]], *self[len(_TENSORS) + 1 :]
 
     def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
         """In the form an operator takes: ``tensors()``, the names of those present, dropout_p, softcap."""
-        names = [*self.names, *[LEARNED] * self.learned, *[_LEARNED_SINKS] * self.learned_sinks]
+        names = [*self.names(), *[LEARNED] * self.learned, *[_LEARNED_SINKS] * self.learned_sinks]
         if self.score_mod is not None:
             names.append(f"={self.score_mod.name}")
         return self.tensors(), " ".join(names), self.dropout_p, self.softcap
@@ -200,7 +198,8 @@ class Variant:
     @property
     def without_sinks(self) -> Variant | None:
         """None if there is nothing else, else the variant, whose sinks are then to be ignored."""
-        return self if self.features else None
+        alone = self.softcap == 0 and self.score_mod is None and not any(t is not None for t in self[: len(_TENSORS) - 1])
+        return None if alone else self
 
 
 NO_VARIANT: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
@@ -249,11 +248,6 @@ def build_variant(
         check_sinks(sinks, q)
         given["sinks"], given["learned_sinks"] = sinks.contiguous(), sinks.requires_grad
     return Variant(**given) if given else None
-
-
-def split_sinks(variant: Variant | None) -> tuple[torch.Tensor | None, Variant | None]:
-    """(sinks, the rest) of a variant; None for what it does not have."""
-    return (None, None) if variant is None else (variant.sinks, variant.without_sinks)
 
 
 def _check_softcap(softcap: float) -> float:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import BACKENDS, DEVICE, Sizes, Watching, check, make_call, normal, sizes_for
+from oracle import BACKENDS, DEVICE, Sizes, Watching, check, make_call, normal, record, sizes_for
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -110,8 +110,9 @@ def test_the_torch_back_end_takes_memory_linear_in_tokens(spec, tokens, least, l
     q, k, v = (t.cpu() for t in inputs(tokens, heads=1, kv_heads=1))
     mask = None if spec is None else sf.compile_mask(spec, tokens, block_size=64)
     with largest(seen := []):
-        out, lse = torch_backend.forward(q, k, v, mask, 0.25, False, None)
-        torch_backend.backward(out, lse if lse_gradient else None, q, k, v, out, lse, mask, 0.25, False, None)
+        call = record(q, k, v, mask, 0.25)
+        out, lse = torch_backend.forward(call)
+        torch_backend.backward(call, out, lse if lse_gradient else None, out, lse)
     assert tokens * 16 <= max(seen) <= max(tokens * 16, torch.get_num_threads() << least) < tokens**2
 
 

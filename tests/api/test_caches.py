@@ -15,6 +15,7 @@ from oracle import DEVICE, Sizes
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.api import call as api_call
+from sparse_flash.kernels.launch import memory
 from sparse_flash.masks import cache, registry
 
 
@@ -36,9 +37,11 @@ def test_clearing_empties_every_memory_of_calls():
     modules = [sys.modules[name] for name in names]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, functools._lru_cache_wrapper)}
     bounded = [value for value in found if value.cache_parameters()["maxsize"] is not None]
-    assert api_call.chosen_backends and len([value for value in bounded if value.cache_info().currsize]) >= 7
+    assert api_call.fitting and memory.prepared_under(None)
+    assert len([value for value in bounded if value.cache_info().currsize]) >= 7
     sf.clear_caches()
-    assert not api_call.chosen_backends and [value for value in bounded if value.cache_info().currsize] == []
+    assert not api_call.fitting and not memory.prepared_under(None)
+    assert [value for value in bounded if value.cache_info().currsize] == []
     assert all(map(torch.equal, results(), before))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import DEVICE, Watching, check
+from oracle import DEVICE, Watching, check, record
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -135,8 +135,9 @@ def test_other_devices_operations_make_no_float64_which_mps_does_not_have(monkey
         for mask in (None, "causal", "causal & strided(7, block=1)"):
             mask = mask and sf.compile_mask(mask, 70, block_size=32)
             for variant in (None, build_variant(q, k, **options)):
-                out, lse = torch_backend.forward(q, k, v, mask, 0.2, False, variant)
+                call = record(q, k, v, mask, 0.2, variant)
+                out, lse = torch_backend.forward(call)
                 for dlse in (None, lse):
-                    torch_backend.backward(out, dlse, q, k, v, out, lse, mask, 0.2, False, variant)
+                    torch_backend.backward(call, out, dlse, out, lse)
             torch_backend.decode(q[:, :, -3:], k, v, mask, torch.tensor([70, 9]), None, True, 0.2, None, None, None)
     assert torch.float32 in seen and torch.float64 not in seen

@@ -95,7 +95,7 @@ def test_warnings_point_at_the_users_line_whatever_calls_attention():
         "tensors": lambda: sf.attention(transposed, transposed, transposed),
     }
     for name, call in calls.items():
-        memory.clear_memories()
+        sf.clear_caches()
         with pytest.warns(UserWarning, match="predicted to take|tokens come before heads") as said:
             call()
         assert [(one.filename, one.lineno) for one in said] == [(__file__, call.__code__.co_firstlineno)], name

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from oracle import DEVICE
+from oracle import DEVICE, record
 
 import sparse_flash as sf
 from sparse_flash.backends import hopper, reference
@@ -42,9 +42,10 @@ class Rank:
         mask, self.scale = sf.compile_mask(spec, 4 * BLOCK, block_size=BLOCK), head_dim**-0.5
         both = LocalMask.from_blocks(mask, OWN, np.concatenate([OWN, OTHERS])).to(torch.device(DEVICE)).mask
         exact = [t.double() for t in (self.q, k, v)]
-        out, lse = reference.forward(*exact, both, self.scale, False, None)
+        call = record(*exact, both, self.scale)
+        out, lse = reference.forward(call)
         dlse = torch.randn(lse.shape, generator=generator).double().to(DEVICE) if lse_gradient else None
-        self.wanted = reference.backward(dout.double(), dlse, *exact, out, lse, both, self.scale, True, None)
+        self.wanted = reference.backward(call, dout.double(), dlse, out, lse)
         self.rows = calls.QueryRows(self.q, dout, dlse if dlse is None else dlse.float(), out.half(), lse.float())
         self.k, self.v = k[:, :, : 2 * BLOCK].clone(), v[:, :, : 2 * BLOCK].clone()
         self.fetched = transfer.empty_blocks(k, v, 2, BLOCK)

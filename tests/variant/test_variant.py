@@ -21,7 +21,7 @@ from calls import (
     own_in_torch,
     surviving,
 )
-from oracle import BACKENDS, DEVICE, dense_attention, inputs_of, make_call, normal, sizes_for, unless_refused
+from oracle import BACKENDS, DEVICE, dense_attention, inputs_of, make_call, normal, record, sizes_for, unless_refused
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -161,7 +161,7 @@ def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
     torch.manual_seed(3)
     batch_heads = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=DEVICE)  # with its two heads the other way round
     positions = {"q_positions": part.q_positions, "kv_positions": part.kv_positions, "batch_heads": batch_heads}
-    given = replace(build_variant(q, k, dropout_p=0.3), **positions)
+    given = build_variant(q, k, dropout_p=0.3)._replace(**positions)
     run = backends.get_backend(backend)
     if backend == "hopper":
         assert run.supports(make_call(q, k, part.mask, variant=given)) == "it does not support dropout of a part of a sequence"
@@ -170,8 +170,9 @@ def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
         backends.choose_backend(backend, make_call(q, k, part.mask))
     of_rows, of_cols = ((blocks[:, None].clip(0) * block + np.arange(block)).ravel() for blocks in (rows, cols))
     q, k, v, dout = q[:, :, of_rows], k[:, :, of_cols], v[:, :, of_cols], dout[:, :, of_rows]
-    out, lse = run.forward(q, k, v, part.mask, 0.25, False, given)
-    grads = run.backward(dout, None, q, k, v, out, lse, part.mask, 0.25, False, given)
+    call = record(q, k, v, part.mask, 0.25, given)
+    out, lse = run.forward(call)
+    grads = run.backward(call, dout, None, out, lse)
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     survives, kept = survives[:, :, of_rows][..., of_cols], part.mask.to_dense()
     wanted, _ = dense_attention(*exact, kept, dropout_p=given.dropout_p, survives=survives)

@@ -14,7 +14,7 @@ import triton.language as tl
 from ..common.config import Config, padded_head_dim
 from ..common.layout import as_contiguous_rows
 from ..common.tiles import LOG2_E
-from ..launch.launch import Recording, integers_key, launch_or_repeat, run_within_memory
+from ..launch.launch import Recording, integers_key, launch_or_repeat_alike, run_within_memory
 
 UNSEEN_PRODUCT = tl.constexpr(-1.0e30)  # of products that a row does not see, finite
 UNSEEN_BELOW = tl.constexpr(-1.0e20)  # logits below this are of columns that the row does not see
@@ -208,7 +208,7 @@ def scores_of_blocks(features, kv_blocks: int, low: int, high: int, mean: bool, 
     of_features = features.span, features.factor, features.per_q_block, features.per_kv_block
     key = by.__name__, *of_features, kv_blocks, low, high, mean, shared
     run = partial(_run, features, rows, columns, kv_blocks, low, high, mean, shared, by)
-    return launch_or_repeat(shares_kernel, None, key, inputs, run)[0]
+    return launch_or_repeat_alike(shares_kernel, None, key, inputs, run)[0]
 
 
 def _run(features, rows, columns, kv_blocks, low, high, mean, shared, by, recording: Recording) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch.launch import Recording, launch_or_repeat
+from ..launch.launch import Recording, launch_or_repeat_alike
 
 FLOOR_RULE, RELATIVE, MASS, COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _KINDS = {"floor": FLOOR_RULE, "relative": RELATIVE, "mass": MASS, "keep": COUNT, "budget": COUNT}
@@ -175,7 +175,7 @@ def apply_rule(
     and "budget" how many blocks of each row, of all heads together for "budget"."""
     inputs = scores, allowed, forced, numbers, bits
     run = partial(_run, *inputs, first_row, rule, threshold, adds)
-    launch_or_repeat(keep_bits_kernel, None, (first_row, rule, threshold, adds), inputs, run)
+    launch_or_repeat_alike(keep_bits_kernel, None, (first_row, rule, threshold, adds), inputs, run)
 
 
 def _run(scores, allowed, forced, numbers, bits, first_row, rule, threshold, adds, recording: Recording) -> None:

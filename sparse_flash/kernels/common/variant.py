@@ -73,7 +73,7 @@ def kernel_variant(
         "SCORE": variant.score_mod and variant.score_mod.triton,
         "DERIVATIVE": variant.score_mod and variant.score_mod.derivative,
     }
-    kinds = variant.names, variant.softcap > 0.0, rel_bias_gradient is not None, sinks is not None and sinks.dtype
+    kinds = *variant.names(), variant.softcap > 0.0, rel_bias_gradient is not None, sinks is not None and sinks.dtype
     if variant.score_params:
         kinds += tuple(param.dtype for param in variant.score_params)
     return given, switches, kinds

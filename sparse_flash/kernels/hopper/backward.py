@@ -21,7 +21,7 @@ from ..common.config import padded_head_dim, used_columns
 from ..common.gluon import Constants
 from ..common.layout import as_addressable, is_addressable, restore_layout
 from ..common.tiles import LOG2_E
-from ..launch.launch import Recording, as_rows, descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
+from ..launch.launch import Recording, as_rows, descriptor_or_rows, launch_or_repeat, layouts, multiprocessors, table_arguments
 from ..launch.order import concurrent_heads
 from .backward_arguments import (
     BackwardArguments,
@@ -165,30 +165,32 @@ def attention_backward_kernel(
         wide_backward(p)
 
 
-def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False):
-    """Returns dq, dk, dv like q, k, v. Unless ``deterministic``, tiles are added to dQ in an order that differs from run to run,
-    and also to dK and dV if query heads share keys.
+def attention_backward(call, dout, dlse, out, lse):
+    """Returns dq, dk, dv like q, k, v. Unless the call is deterministic, tiles are added to dQ in an order that differs from run to
+    run, and also to dK and dV if query heads share keys.
 
-    dlse: (batch, heads, q_len) float32, or None. Other tensors: float16 or bfloat16. head_dim: 33 to 256; v's is the same, or 65 to
-    128 if that of q and k is 129 or more. mask: table blocks of 64 to 256.
+    call: an ``AttentionCall`` with table blocks of 64 to 256. head_dim: 33 to 256; v's is the same, or 65 to 128 if that of q and k
+    is 129 or more. dlse: (batch, heads, q_len) float32, or None. Other tensors: float16 or bfloat16.
     """
-    of_variant = hopper_variant(variant)
     dlse = None if dlse is None else dlse.contiguous()
-    inputs = dout, q, k, v, out, lse, *(() if dlse is None else (dlse,)), *of_variant.given.tensors()
-    key = scale, dlse is None, deterministic, of_variant.key
-    run = partial(_run, dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant, deterministic)
-    return tuple(launch_or_repeat(attention_backward_kernel, mask, key, inputs, run)[:3])
+    inputs = dout, out, lse, *(() if dlse is None else (dlse,)), *call.inputs()
+    # Hooks of saved tensors may have changed how they lie in memory.
+    key = attention_backward_kernel.fn, dlse is None, *layouts(inputs)
+    run = partial(_run, call, dout, dlse, out, lse)
+    return tuple(launch_or_repeat(call.launches, key, call.table, inputs, run)[:3])
 
 
-def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, of_variant: HopperVariant, deterministic, recording):
+def _run(call, dout, dlse, out, lse, recording):
+    q, k, v = call[:3]
     if not all(map(is_addressable, (dout, out, q, k, v))):
         dout, out, *ready = (as_addressable(t) for t in (dout, out, q, k, v))
-        gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, deterministic)
+        gradients = attention_backward(call.on(*ready), dout, dlse, out, lse)
         return tuple(map(restore_layout, gradients, ready, (q, k, v)))
-    tables = blocks_by_document(q.shape[3], v.shape[3], mask, of_variant is PLAIN) or mask
+    of_variant, deterministic = hopper_variant(call.rest), call.deterministic
+    tables = blocks_by_document(q.shape[3], v.shape[3], call.table, of_variant is PLAIN) or call.table
     space = _workspace(q, k, v, tables, deterministic, of_variant)
     tensors = _allocate_tensors(recording, dout, dlse, q, k, v, out, lse, deterministic, space)
-    _launch(recording, tensors, space, tables, scale, dlse is not None, deterministic, of_variant)
+    _launch(recording, tensors, space, tables, call.scale, dlse is not None, deterministic, of_variant)
     return tensors.gradients
 
 

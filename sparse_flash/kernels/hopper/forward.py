@@ -36,7 +36,7 @@ from ..common.gluon import Constants, async_store, opaque_zero, record, store_wa
 from ..common.grid import tile_and_batch_head
 from ..common.layout import as_addressable, empty_out, is_addressable, restore_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
-from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
+from ..launch.launch import descriptor_or_rows, launch_or_repeat, layouts, multiprocessors, table_arguments
 from ..launch.order import concurrent_heads
 from ..portable.sinks import add_sink
 from .configs import EightBitConfig
@@ -760,24 +760,24 @@ def combine_kernel(
         tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
-def attention_forward(q, k, v, mask, scale, variant=None, sinks=None):
+def attention_forward(call, of_copies: tuple = ()):
     """Returns out (batch, heads, q_len, v's head_dim), in q's memory order, and lse (batch, heads, q_len) float32.
 
-    q, k, v: float16 or bfloat16. mask: table blocks of 64 to 256. sinks: (heads,) or None.
+    call: an ``AttentionCall`` on float16 or bfloat16, with table blocks of 64 to 256. of_copies: ``layouts`` of q, k and v that are
+    not a call's own.
     """
-    of_variant = hopper_variant(variant)
-    inputs = q, k, v, *of_variant.given.tensors(), *(() if sinks is None else (sinks,))
-    key = scale, sinks is None, of_variant.key
-    run = partial(_run, q, k, v, mask, scale, variant, of_variant, sinks)
-    return tuple(launch_or_repeat(attention_forward_kernel, mask, key, inputs, run)[:2])
+    key = attention_forward_kernel.fn, of_copies
+    return tuple(launch_or_repeat(call.launches, key, call.table, call.inputs(), partial(_run, call))[:2])
 
 
-def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, sinks, recording):
+def _run(call, recording):
+    q, k, v = call[:3]
     if not all(map(is_addressable, (q, k, v))):
         ready = [as_addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward(*ready, mask, scale, variant, sinks)
+        out, lse = attention_forward(call.on(*ready), layouts(ready))
         return restore_out(out, ready[0], q, v), lse
-    config, tables = _config_and_tables(q, v, mask, of_variant)
+    sinks, of_variant = call.sinks, hopper_variant(call.rest)
+    config, tables = _config_and_tables(q, v, call.table, of_variant)
     split_rows = _count_split_rows(tables)
     out = recording.fresh(empty_out(q, v.shape[3]))
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
@@ -789,33 +789,33 @@ def _run(q, k, v, mask, scale, variant, of_variant: HopperVariant, sinks, record
     queue = recording.each_time(partial(tile_queue, q.device))
     tensors = q, k, v, out, lse, split_out, split_lse, queue
     of_sinks = () if sinks is None else (sinks.dtype,)
-    prepared = _forward_launch(*tensors, tables, scale, split_rows, of_variant, config, sinks=sinks)
+    prepared = _forward_launch(*tensors, tables, call.scale, split_rows, of_variant, config, sinks=sinks)
     recording.launch(attention_forward_kernel, prepared, (*of_variant.kinds, *of_sinks))
     if split_rows:
         recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, tables, sinks), of_sinks)
     return out, lse
 
 
-def attention_forward_of_eight_bits(q, k, v, mask, scale):
+def attention_forward_of_eight_bits(call, of_copies: tuple = ()):
     """Returns out and lse as ``attention_forward`` does, computed in e4m3: see ``variant.eight_bits``."""
-    run = partial(_run_of_eight_bits, q, k, v, mask, scale)
-    return tuple(launch_or_repeat(attention_forward_kernel, mask, (scale, "e4m3"), (q, k, v), run)[:2])
+    key, run = (attention_forward_kernel.fn, "e4m3", of_copies), partial(_run_of_eight_bits, call)
+    return tuple(launch_or_repeat(call.launches, key, call.table, call[:3], run)[:2])
 
 
-def _run_of_eight_bits(q, k, v, mask, scale, recording):
+def _run_of_eight_bits(call, recording):
+    q, k, v = call[:3]
     if not all(map(is_addressable, (q, k, v))):
         ready = [as_addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward_of_eight_bits(*ready, mask, scale)
+        out, lse = attention_forward_of_eight_bits(call.on(*ready), layouts(ready))
         return restore_out(out, ready[0], q, v), lse
     out = recording.fresh(empty_out(q, v.shape[3]))
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-    attend_to_operands(quantize_operands(q, k, v, scale, recording), out, lse, mask, scale, recording)
+    attend_to_operands(quantize_operands(q, k, v, call.scale, recording), out, lse, call.table, call.scale, recording)
     return out, lse
 
 
 def attend_to_operands(operands: Operands, out, lse, mask, scale, recording) -> None:
-    """Launches the forward kernel on operands in e4m3. out, lse: what it fills. Other arguments as for
-    ``attention_forward_of_eight_bits``."""
+    """Launches the forward kernel on operands in e4m3. out, lse: what it fills. mask: the table, or None."""
     q, k, v = operands[:3]
     dim = v.shape[2]
     config, tables = plan_eight_bits(q.shape, dim, mask, multiprocessors(q.device))

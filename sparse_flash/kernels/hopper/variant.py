@@ -16,11 +16,6 @@ class HopperVariant(NamedTuple):
     def dropout_p(self) -> float | None:
         return self.given.dropout_p
 
-    @property
-    def key(self) -> tuple:
-        """Everything but addresses that launches depend on."""
-        return self.kinds, self.given.softcap, self.dropout_p, *self.switches.values()
-
 
 PLAIN = HopperVariant()
 

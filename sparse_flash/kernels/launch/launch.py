@@ -14,7 +14,7 @@ from ..common.streams import current_device, raw_stream
 from ..common.tiles import Rows, TableTensors
 from ..common.variant import NO_VARIANT
 from .first_calls import first_call
-from .memory import compiled_kernels, fitting_configs, launches_of, reserve_graph_zeros, zeros_of_a_graph, zeros_of_stream
+from .memory import compiled_kernels, fitting_configs, prepared_under, reserve_graph_zeros, zeros_of_a_graph, zeros_of_stream
 from .replay import ensure_context, keep_for_replay
 
 # Triton specializes on integers that are 1 or multiples of 16. Few benefit, and a new number of heads or keys should not wait for a
@@ -216,31 +216,43 @@ class Recording:
         return self.tensors[-1]
 
 
-def launch_or_repeat(kernel, mask, key: tuple | None, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]):
+def launch_or_repeat(
+    launches: dict[Any, Any] | None, key: Any, mask, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]
+):
     """Makes the launches of a call, or replays the launches of an earlier call that was like this one. Returns the result of
     ``run``, or the tensors of the replay in the order in which ``run`` got them from its ``Recording``.
 
-    kernel: any one of the call's. key: everything that the launches depend on besides the mask, the layouts of inputs, and
-    addresses; None: the call is never replayed. inputs: all tensors that take part, except the mask's and the recording's. run:
-    makes the launches. It may call its launcher again, on copies of the inputs, instead of launching anything itself.
-
-    A mask whose blocks were chosen on the device is used once, and the next one mostly has tables of the same shapes. So launches
-    are kept with the mask that the blocks were chosen from, and the tables are inputs.
+    launches: what earlier calls kept; None: the call is never replayed. key: with ``launches``, everything that the launches depend
+    on except addresses. mask: whose tables take part, or None. inputs: all tensors that take part, except the mask's and the
+    recording's. run: makes the launches. It may call its launcher again, on copies of the inputs, instead of launching anything
+    itself.
     """
-    device, holder, moves = inputs[0].device, mask, getattr(mask, "selected_from", None) is not None
-    if key is not None:
-        key = kernel.fn, device, *key, *[(t.dtype, t.shape, t.stride()) for t in inputs]
-        if moves:
-            tables = mask.tensors()
-            holder, key, inputs = mask.selected_from, (*key, *[t.shape for t in tables]), (*inputs, *tables)
-        known = launches_of(holder).get(key)
+    has_mask = mask is not None
+    if has_mask and mask.selected_from is not None:  # the next such mask has other tables
+        inputs, has_mask = (*inputs, *mask.tensors()), False
+    if launches is not None:
+        known = launches.get(key)
         if known is not None:
             made = [make() for make in known.makers]
             if known.again((*inputs, *made)):
                 return made
-    with current_device(device):
+    with current_device(inputs[0].device):
         recording = Recording()
         result = run(recording)
-    if key is not None and recording.launches:
-        keep_for_replay(holder, key, inputs, recording, moves)
+    if launches is not None and recording.launches:
+        keep_for_replay(launches, key, inputs, recording, has_mask)
     return result
+
+
+def launch_or_repeat_alike(kernel, mask, key: tuple, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]):
+    """``launch_or_repeat`` of calls that no record prepares: they are alike if the key, the layouts of inputs and the shapes of
+    tables are. kernel: any one of the call's."""
+    chosen = mask is not None and mask.selected_from is not None
+    shapes = [t.shape for t in mask.tensors()] if chosen else ()
+    key = kernel.fn, inputs[0].device, *key, *layouts(inputs), *shapes
+    return launch_or_repeat(prepared_under(mask), key, mask, inputs, run)
+
+
+def layouts(tensors: Iterable[torch.Tensor]) -> tuple:
+    """What launches depend on of their tensors, besides the device and addresses."""
+    return tuple([(t.dtype, t.shape, t.stride()) for t in tensors])

@@ -10,13 +10,12 @@ from weakref import WeakSet
 import torch
 
 RESULT = TypeVar("RESULT")
-_MOST = 512  # launches under one mask, or dense; some KB each
+_MOST = 512  # entries of one mask, or of calls without one; launches take some KB each
 
-# Replayable launches of dense calls, keyed by everything that their arguments depend on: see ``replay.keep_for_replay``. At _MOST
-# entries, all are dropped.
-_dense: dict[tuple, Any] = {}
-# Each mask keeps its own launches while it lives, under this name.
-_LAUNCHES = "_launches"
+# What calls without a mask prepare, keyed by everything that it depends on. At _MOST entries, all are dropped.
+_without_mask: dict[Any, Any] = {}
+# Each mask keeps what its own calls prepare while it lives, under this name.
+_PREPARED = "_prepared"
 _masks: WeakSet = WeakSet()
 
 # Compiled kernels, keyed by everything that Triton compiles them for: see ``launch``. One per variant in use; never stale.
@@ -43,22 +42,26 @@ def cached_until_cleared(function: Callable[..., RESULT]) -> Callable[..., RESUL
     return _caches[-1]
 
 
-def launches_of(mask) -> dict[tuple, Any]:
-    """The launches under a mask, None for dense, by key."""
+def prepared_under(mask) -> dict[Any, Any]:
+    """What calls under a mask, None for dense attention, have prepared: see ``keep``.
+
+    A mask whose blocks were chosen on the device is used once, and the next one mostly has tables of the same shapes. So what they
+    prepare is kept with the mask that the blocks were chosen from.
+    """
     if mask is None:
-        return _dense
-    launches = mask.__dict__.get(_LAUNCHES)
-    if launches is None:
-        launches = mask.__dict__[_LAUNCHES] = {}
-        _masks.add(mask)
-    return launches
+        return _without_mask
+    holder = mask.__dict__.get("selected_from", mask)
+    prepared = holder.__dict__.get(_PREPARED)
+    if prepared is None:
+        prepared = holder.__dict__[_PREPARED] = {}
+        _masks.add(holder)
+    return prepared
 
 
-def keep_launch(mask, key: tuple, launch) -> None:
-    launches = launches_of(mask)
-    if len(launches) >= _MOST:
-        launches.clear()
-    launches[key] = launch
+def keep(prepared: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(prepared) >= _MOST:
+        prepared.clear()
+    prepared[key] = value
 
 
 def zeros_of_stream(use: str, count: int, device: torch.device, stream: int) -> torch.Tensor:
@@ -99,13 +102,18 @@ def lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
         return thread.submit(made).result()
 
 
-def clear() -> None:
-    """Drops launches, compiled kernels, config choices, and the zeros of streams. The next call recreates them; kernels come from
-    Triton's own cache."""
+def forget_calls() -> None:
+    """Drops what calls have prepared: choices of back ends, and launches."""
     for mask in list(_masks):
-        mask.__dict__.pop(_LAUNCHES, None)
+        mask.__dict__.pop(_PREPARED, None)
     _masks.clear()
-    for memory in (_dense, compiled_kernels, fitting_configs, _zeros):
+    _without_mask.clear()
+
+
+def clear() -> None:
+    """Drops everything that the next calls recreate; kernels come from Triton's own cache."""
+    forget_calls()
+    for memory in (compiled_kernels, fitting_configs, _zeros):
         memory.clear()
     for cached in _caches:
         cached.cache_clear()

@@ -21,15 +21,15 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from ..common.streams import current_gpu, raw_stream
-from .memory import keep_launch, launches_of
+from .memory import keep
 
 
-def keep_for_replay(mask, key: tuple, inputs: tuple, recording, moves: bool = False) -> None:
+def keep_for_replay(launches: dict, key: Any, inputs: tuple, recording, has_mask: bool) -> None:
     """Keeps the launches of a ``Recording`` when the call is made the second time, as many masks are used only once, and if they
-    can be replayed. moves: whether the next call has another mask. Then, and without a mask, every tensor must be an input or the
-    recording's: what a launcher made by itself would not be made again."""
-    if key not in launches_of(mask):
-        keep_launch(mask, key, None)
+    can be replayed. has_mask: whether the next call has the same mask. Otherwise every tensor must be an input or the recording's:
+    what a launcher made by itself would not be made again."""
+    if key not in launches:
+        keep(launches, key, None)
         return
     compiled = [launch[0] for launch in recording.launches]
     if _hooked() or None in compiled or any(t.data_ptr() % 16 for t in (*inputs, *recording.tensors)):
@@ -39,8 +39,8 @@ def keep_for_replay(mask, key: tuple, inputs: tuple, recording, moves: bool = Fa
             _warn_once(reason)
             return
     call = ReplayedCall(recording.launches, inputs, recording.tensors, recording.makers)
-    if not (call.has_fixed and (moves or mask is None)):
-        launches_of(mask)[key] = call
+    if has_mask or not call.has_fixed:
+        keep(launches, key, call)
 
 
 @cache

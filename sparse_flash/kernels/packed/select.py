@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.launch import Recording, launch_or_repeat
+from ..launch.launch import Recording, launch_or_repeat, launch_or_repeat_alike
 from .splits import split_rows_kernel, split_rows_launch, work_shapes
 
 _TOGETHER = 256  # entries of a row, or rows, read at a time
@@ -176,9 +176,11 @@ def select_tables(
     of the tables, which keeps the launches; None if they are made for this call alone.
     """
     maps = maps if maps.dtype == torch.int32 else maps.view(torch.uint8)
-    key = None if within is None else (shape, room, of_splits)
     run = partial(_run, maps, by_query, by_key, shape, room, of_splits)
-    made = launch_or_repeat(select_entries_kernel, within, key, (maps,), run)
+    if within is None:
+        made = launch_or_repeat(None, None, None, (maps,), run)
+    else:
+        made = launch_or_repeat_alike(select_entries_kernel, within, (shape, room, of_splits), (maps,), run)
     return made[:_PARTS], made[_PARTS : 2 * _PARTS]
 
 

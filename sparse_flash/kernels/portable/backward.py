@@ -50,6 +50,7 @@ from ..launch.launch import (
     Recording,
     descriptor_or_rows,
     launch_or_repeat,
+    layouts,
     length_key,
     loop_arguments,
     multiprocessors,
@@ -513,20 +514,23 @@ def grad_qkv_kernel(
         )
 
 
-def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None):
-    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if that is learned. dlse may be None."""
-    dlse = None if dlse is None else dlse.contiguous()
-    inputs = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
-    key = (scale,) if variant is None else None
-    run = partial(_run, dout, dlse, q, k, v, out, lse, mask, scale, variant)
-    gradients = launch_or_repeat(grad_q_kernel, mask, key, inputs, run)
-    return tuple(gradients[: 4 if variant is not None and variant.learned else 3])
+def attention_backward(call, dout, dlse, out, lse):
+    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if that is learned. call: an ``AttentionCall``. dlse may be
+    None."""
+    dlse, learned = None if dlse is None else dlse.contiguous(), call.rest is not None and call.rest.learned
+    inputs = dout, out, lse, *(() if dlse is None else (dlse,)), *call.inputs()
+    # Hooks of saved tensors may have changed how they lie in memory.
+    key = grad_q_kernel.fn, dlse is None, *layouts(inputs)
+    run = partial(_run, call, dout, dlse, out, lse)
+    gradients = launch_or_repeat(None if learned else call.launches, key, call.table, inputs, run)
+    return tuple(gradients[: 4 if learned else 3])
 
 
-def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, recording):
+def _run(call, dout, dlse, out, lse, recording):
+    (q, k, v), mask, variant = call[:3], call.table, call.rest
     if not all(map(is_addressable, (dout, out, q, k, v))):
         dout, out, *ready = (as_addressable(t) for t in (dout, out, q, k, v))
-        gradients = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant)
+        gradients = attention_backward(call.on(*ready), dout, dlse, out, lse)
         return *map(restore_layout, gradients[:3], ready, (q, k, v)), *gradients[3:]
     learned = variant is not None and variant.learned
     drel_bias = torch.zeros_like(variant.rel_bias) if learned else None
@@ -536,7 +540,7 @@ def _run(dout, dlse, q, k, v, out, lse, mask, scale, variant, recording):
     dq, dk, dv = (recording.fresh(torch.empty_like(t)) for t in (q, k, v))
     delta = lse if one_launch else recording.fresh(torch.empty_like(lse))
     tensors = _CallTensors(q, k, v, out, dout, lse, lse if dlse is None else dlse, delta, dq, dk, dv)
-    passes = _Passes(recording, tensors, mask, scale, dlse is not None)
+    passes = _Passes(recording, tensors, mask, call.scale, dlse is not None)
     if one_launch:
         passes.run("grad_qkv", grad_qkv_kernel, kernel_variant(variant))
     else:

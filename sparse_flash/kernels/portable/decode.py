@@ -34,7 +34,7 @@ from ..common.tiles import (
     row_bounds,
     step_position,
 )
-from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
+from ..launch.launch import arrival_counters, launch_or_repeat_alike, multiprocessors, table_arguments
 from ..launch.memory import cached_until_cleared
 from .configs import combined_at_a_time, decode_config, detect_gpu
 from .sinks import add_sink
@@ -631,7 +631,7 @@ def attention_decode(
         return out, lse
 
     key = scale, kv_lens is None, kv_starts is None, sinks is None, causal, at_end, splits
-    return tuple(launch_or_repeat(decode_kernel, mask, key, inputs, run)[:2])
+    return tuple(launch_or_repeat_alike(decode_kernel, mask, key, inputs, run)[:2])
 
 
 class DecodePlan(NamedTuple):

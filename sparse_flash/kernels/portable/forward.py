@@ -32,6 +32,7 @@ from ..launch.launch import (
     NOT_SPECIALIZED,
     descriptor_or_rows,
     launch_or_repeat,
+    layouts,
     length_key,
     loop_arguments,
     program_count,
@@ -196,20 +197,20 @@ def attention_forward_kernel(
     # fmt: on
 
 
-def attention_forward(q, k, v, mask, scale, variant=None, sinks=None):
-    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32. sinks: (heads,) or None."""
-    key = (scale,) if variant is None else None
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    run = partial(_run, q, k, v, mask, scale, variant, sinks)
-    return tuple(launch_or_repeat(attention_forward_kernel, mask, key, inputs, run)[:2])
+def attention_forward(call, of_copies: tuple = ()):
+    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32. call: an ``AttentionCall``.
+    of_copies: ``layouts`` of q, k and v that are not a call's own."""
+    key = attention_forward_kernel.fn, of_copies
+    return tuple(launch_or_repeat(call.launches, key, call.table, call.inputs(), partial(_run, call))[:2])
 
 
-def _run(q, k, v, mask, scale, variant, sinks, recording):
+def _run(call, recording):
+    (q, k, v), mask = call[:3], call.table
     if not all(map(is_addressable, (q, k, v))):
         ready = [as_addressable(t) for t in (q, k, v)]
-        out, lse = attention_forward(*ready, mask, scale, variant, sinks)
+        out, lse = attention_forward(call.on(*ready), layouts(ready))
         return restore_out(out, ready[0], q, v), lse
-    given, switches, kinds = kernel_variant(variant, sinks=sinks)
+    given, switches, kinds = kernel_variant(call.rest, sinks=call.sinks)
     batch, heads, q_len, head_dim = q.shape
     v_head_dim = v.shape[3]
     out = recording.fresh(empty_out(q, v_head_dim))
@@ -227,7 +228,7 @@ def _run(q, k, v, mask, scale, variant, sinks, recording):
             descriptor_or_rows(out, m, dim_v),
             lse,
             *loop_arguments(mask, table, q, k, lse),
-            scale * LOG2_E.value,
+            call.scale * LOG2_E.value,
             given,
         ]
         constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}

@@ -10,7 +10,7 @@ from ..common.config import padded_head_dim
 from ..common.grid import tile_and_batch_head
 from ..common.layout import as_addressable
 from ..common.tiles import LOG2_E, load_tile
-from ..launch.launch import Recording, descriptor_or_rows, launch_or_repeat
+from ..launch.launch import Recording, descriptor_or_rows, launch_or_repeat_alike
 
 ROWS = 64  # queries that a program reads at a time
 
@@ -54,7 +54,7 @@ def sum_shares(
     dout, out: (batch, heads, q_len, head_dim). dlse, lse: (batch, heads, q_len) float32. sinks: (heads,)."""
     dout, out = map(as_addressable, (dout, out))
     inputs = dout, out, lse, sinks, *(() if dlse is None else (dlse.contiguous(),))
-    return launch_or_repeat(sum_shares_kernel, None, (len(inputs),), inputs, partial(_run, inputs))[0]
+    return launch_or_repeat_alike(sum_shares_kernel, None, (len(inputs),), inputs, partial(_run, inputs))[0]
 
 
 def _run(inputs, recording: Recording) -> list[torch.Tensor]:

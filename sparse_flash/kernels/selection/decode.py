@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import LN_2, LOG2_E
-from ..launch.launch import launch_or_repeat, multiprocessors
+from ..launch.launch import launch_or_repeat_alike, multiprocessors
 from ..launch.memory import cached_until_cleared
 from ..portable.configs import decode_config, detect_gpu
 from ..portable.decode import (
@@ -185,7 +185,7 @@ def selection_decode(
         return out, lse
 
     key = block_size, every, scale, kv_lens is None, splits
-    return tuple(launch_or_repeat(selection_decode_kernel, None, key, inputs, run)[:2])
+    return tuple(launch_or_repeat_alike(selection_decode_kernel, None, key, inputs, run)[:2])
 
 
 @cached_until_cleared
