@@ -195,6 +195,16 @@ def attention_under_a_table(sizes: Sizes) -> Call:
     return attention_with_terms(replace(sizes, terms=()), table_of(sizes))
 
 
+def beside_empty_blocks(sizes: Sizes) -> Call:
+    """Causal attention of the blocks in the middle. No pair of the first and the last block of queries or keys is kept."""
+    size = sizes.block_size
+    kept = torch.ones(4 * size, 4 * size, dtype=torch.bool, device=DEVICE).tril()
+    outside = torch.arange(4 * size, device=DEVICE) // size % 3 == 0
+    kept &= ~(outside | outside[:, None])
+    call = attention_call(replace(sizes, q_len=4 * size, kv_len=4 * size), sf.BlockMask.from_dense(kept, size), kept)
+    return replace(call, hidden=(outside[:, None],) * 3)
+
+
 def one_rank(device: str = DEVICE):
     """A mesh of this process. Its group ends with the plan that is made of it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -245,10 +255,9 @@ def varlen(sizes: Sizes) -> Call:
             kept[start:stop, first:last] = kept_by(sizes.spec, stop - start, last - first)
     inputs = normal(replace(sizes, batch=1, kv_len=kv_len))
     others = tuple(t.to(DEVICE) for t in bounds)
-    # What blocks without a document hold is never read, but by the reference, which multiplies whole matrices. The first block may
-    # be: Hopper's kernels take one empty step for queries that keep nothing.
+    # What blocks without a document hold is never read, but by the reference, which multiplies whole matrices.
     past = [
-        (torch.arange(t.shape[2], device=DEVICE) >= max(1, -(-int(ends[-1]) // 128)) * 128)[:, None]
+        (torch.arange(t.shape[2], device=DEVICE) >= -(-int(ends[-1]) // 128) * 128)[:, None]
         for t, ends in zip(inputs, (bounds[0], bounds[-1], bounds[-1]), strict=True)
     ]
     hidden = tuple(past) if any(t.any() for t in past) and sizes.backend != "reference" else ()

@@ -18,6 +18,7 @@ from calls import (
     assert_right,
     attention_under_a_table,
     attention_with_terms,
+    beside_empty_blocks,
     name_of,
     terms_of,
     varlen,
@@ -256,6 +257,15 @@ def test_what_padding_holds_decides_nothing(entry, backend):
     if call.differentiable:
         for gradient, hidden in zip(spoiled[2:5], call.hidden, strict=False):
             assert not gradient.masked_select(hidden).any()
+
+
+@every_backend
+@parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+def test_what_blocks_that_no_pair_touches_hold_decides_nothing(dims, backend):
+    if backend == "reference":
+        pytest.skip("it multiplies whole matrices")
+    with unless_refused():
+        assert_right(beside_empty_blocks(sizes_for(backend, head_dim=dims[0], v_head_dim=dims[1], dtype=HALF, terms=())), backend)
 
 
 @every_backend

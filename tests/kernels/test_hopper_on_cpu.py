@@ -6,7 +6,7 @@ import chosen
 import fuzz_calls
 import pytest
 import torch
-from calls import OWN, Sizes, own_in_torch, varlen
+from calls import OWN, Sizes, beside_empty_blocks, own_in_torch, varlen
 from calls import assert_right as assert_call_right
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -46,6 +46,13 @@ CASES += [("empty rows and columns", 136, 136, False), ("causal", 200, 200, Fals
 def test_results_are_right_in_a_drawn_order_of_events(name, head_dim, v_head_dim, deterministic):
     sizes = {"head_dim": head_dim, "v_head_dim": v_head_dim, "kv_heads": 1 if deterministic else 2}
     assert_right(*MASKS[name], seed=len(name), deterministic=deterministic, **sizes)
+
+
+@parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)])
+def test_what_blocks_that_no_pair_touches_hold_decides_nothing(dims):
+    sizes = Sizes(batch=1, heads=2, kv_heads=1, head_dim=dims[0], v_head_dim=dims[1], dtype=torch.float16, block_size=128)
+    with emulated.gluon_on_cpu(3):
+        assert_call_right(beside_empty_blocks(replace(sizes, backend="hopper", terms=())), "hopper")
 
 
 def test_the_forward_pass_takes_values_wider_than_keys():

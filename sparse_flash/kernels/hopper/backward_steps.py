@@ -76,9 +76,9 @@ def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: g
 
 
 @gluon.jit
-def _load_queries(p, tile, cuts, step, batch, head, row, position):
+def _load_queries(p, tile, cuts, step, batch, head, row, position, first_query):
     ROWS: gl.constexpr = 2 if p.SHAPE.FIXED else 1
-    source = [batch, head, position, 0]
+    source = [batch, head, first_query, 0]
     p.q.acquire(step)
     cuts = _expect_steps(p, tile, cuts, p.q, step, p.inputs.q, source, position, p.SHAPE.QUERIES * 4 * ROWS)
     stage = p.q.place(step)
@@ -91,8 +91,8 @@ def _load_queries(p, tile, cuts, step, batch, head, row, position):
 
 
 @gluon.jit
-def _load_dout(p, tile, cuts, step, batch, head, row, position):
-    source = [batch, head, position, 0]
+def _load_dout(p, tile, cuts, step, batch, head, row, position, first_query):
+    source = [batch, head, first_query, 0]
     p.dout.acquire(step)
     cuts = _expect_steps(p, tile, cuts, p.dout, step, p.inputs.dout, source, position, p.SHAPE.QUERIES * 4)
     async_load(p.inputs.delta_rows, [row + position], p.dout.full_barrier(step), p.delta.index(p.dout.place(step)))
@@ -112,22 +112,29 @@ def first_row(p, tile):
 
 
 @gluon.jit
+def _first_key(p, tile):
+    """Returns the first key of a tile. A column that keeps nothing takes one empty step: of zeros, from past the end, as weights of
+    0 times NaN are NaN."""
+    return gl.where(tile.end > tile.begin, tile.first, p.inputs.k.shape[2])
+
+
+@gluon.jit
 def _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row):
     """Loads the queries and their gradients for all steps of a tile with one query head, and with the tile's first step its values.
     row: from ``first_row``. Returns ``cuts`` and the next step."""
     position = tile.position
     entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
-    # A column that keeps nothing takes one empty step.
     for _ in range(gl.maximum(tile.end - tile.begin, 1)):
+        first_query = gl.where(tile.end > tile.begin, position, p.inputs.q.shape[2])
         # The table is read one step ahead, so no load waits for it.
         entry = p.scheduler.next_step(tile, entry)
         upcoming = p.scheduler.position(tile, entry, tile.end)
-        cuts = _load_queries(p, tile, cuts, step, batch, head, row, position)
+        cuts = _load_queries(p, tile, cuts, step, batch, head, row, position, first_query)
         if step == first:
             if p.k.STAGES == 1:
-                cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.SHAPE.ACROSS)
-            cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, tile.first)
-        cuts = _load_dout(p, tile, cuts, step, batch, head, row, position)
+                cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, _first_key(p, tile), p.SHAPE.ACROSS)
+            cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, _first_key(p, tile))
+        cuts = _load_dout(p, tile, cuts, step, batch, head, row, position, first_query)
         position = upcoming
         step += 1
     return cuts, step
@@ -146,7 +153,7 @@ def load_tiles(p):
         batch, head = p.heads.of(tile.batch_head)
         kv_head = head // p.heads.group
         if AHEAD:
-            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.SHAPE.ACROSS)
+            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, _first_key(p, tile), p.SHAPE.ACROSS)
         row, first = first_row(p, tile), step
         if p.SHAPE.TOGETHER:
             for _ in range(p.heads.group):
@@ -160,7 +167,7 @@ def load_tiles(p):
     if AHEAD:
         # After its last tile a program computes the first scores of one more, and discards them.
         cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0, p.SHAPE.ACROSS)
-        _load_queries(p, tile, cuts, step, 0, 0, 0, 0)
+        _load_queries(p, tile, cuts, step, 0, 0, 0, 0, 0)
 
 
 @gluon.jit

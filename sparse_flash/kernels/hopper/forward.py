@@ -230,9 +230,9 @@ def _load_tiles(p):
         batch, head = p.heads.of(tile.batch_head)
         kv_head = head // p.heads.group
         _load_queries(p, turn, batch, head, tile.first)
-        position = tile.position
+        # A row that keeps nothing takes one empty step: of zeros, from past the end, as weights of 0 times NaN are NaN.
+        position = gl.where(tile.end > tile.begin, tile.position, p.k_tensor.shape[2])
         entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
-        # A row that keeps nothing takes one empty step.
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
             # The table is read one step ahead, so no key load waits for it.
             entry = p.scheduler.next_step(tile, entry)
