@@ -96,7 +96,7 @@ def prepare_kernel(
     delta = tl.sum(out * dout, 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + row, mask=query < stop, other=0.0)
-    delta = tl.where(lse < float("inf"), delta, 0.0)
+    delta = tl.where(lse == float("inf"), 0.0, delta)
     if DROPOUT:
         delta *= share
     padded = batch_head.to(tl.int64) * padded_q_len + (first_padded + tl.arange(0, TILE))

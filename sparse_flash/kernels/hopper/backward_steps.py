@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from ..common.gluon import async_load
 from ..common.tiles import FULL, RUNS
 from .dropout import round_kept, score_gradients
-from .lengths import load_existing
+from .lengths import PAST_THE_END, load_existing
 from .masks import ZERO, load_column_words, row_words, where_column_bits, where_rows, where_run
 
 
@@ -115,7 +115,7 @@ def first_row(p, tile):
 def _first_key(p, tile):
     """Returns the first key of a tile. A column that keeps nothing takes one empty step: of zeros, from past the end, as weights of
     0 times NaN are NaN."""
-    return gl.where(tile.end > tile.begin, tile.first, p.inputs.k.shape[2])
+    return gl.where(tile.end > tile.begin, tile.first, PAST_THE_END)
 
 
 @gluon.jit
@@ -125,7 +125,7 @@ def _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row):
     position = tile.position
     entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
     for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-        first_query = gl.where(tile.end > tile.begin, position, p.inputs.q.shape[2])
+        first_query = gl.where(tile.end > tile.begin, position, PAST_THE_END)
         # The table is read one step ahead, so no load waits for it.
         entry = p.scheduler.next_step(tile, entry)
         upcoming = p.scheduler.position(tile, entry, tile.end)

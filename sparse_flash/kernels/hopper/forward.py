@@ -43,7 +43,7 @@ from .configs import EightBitConfig
 from .descriptors import EIGHT_BIT_LAYOUTS, TILE_LAYOUT, gluon_descriptor, table_pointers, tile_queue
 from .division import column_constants, items_and_tiles, plan_eight_bits, plan_forward
 from .dropout import Dropout, new_dropout
-from .lengths import TokenLengths, load_existing, new_barrier, new_lengths
+from .lengths import PAST_THE_END, TokenLengths, load_existing, new_barrier, new_lengths
 from .masks import LOWEST, load_row_words, load_run_words, where_bits, words_below, words_within
 from .pairs import from_pairs, split_columns, to_pairs
 from .products import (
@@ -231,7 +231,7 @@ def _load_tiles(p):
         kv_head = head // p.heads.group
         _load_queries(p, turn, batch, head, tile.first)
         # A row that keeps nothing takes one empty step: of zeros, from past the end, as weights of 0 times NaN are NaN.
-        position = gl.where(tile.end > tile.begin, tile.position, p.k_tensor.shape[2])
+        position = gl.where(tile.end > tile.begin, tile.position, PAST_THE_END)
         entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
             # The table is read one step ahead, so no key load waits for it.

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.gluon import async_load, barrier, opaque_zero, record, view_for_tma
 
+PAST_THE_END = gl.constexpr(1 << 30)  # a token that no tensor has: TMA gives zeros
 _CHUNK = gl.constexpr(128)
 _ROWS, _COLUMNS = gl.constexpr(8), gl.constexpr(64)  # that the loading warp clears at a time
 
