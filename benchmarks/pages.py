@@ -78,9 +78,11 @@ def _calls(data: dict) -> str:
         costs.setdefault((row["call"], row["tokens"]), {})[row["gradients"]] = row
     lines = []
     for (call, tokens), passes in costs.items():
-        cells = [passes[False]["host_us"], passes[False].get("graph_us"), passes.get(True, {}).get("host_us")]
-        lines.append([call, f"{tokens:,}", *("-" if us is None else number(us) for us in cells)])
-    return _markdown(["call", "tokens", "forward: host", "on the GPU", "and backward: host"], lines)
+        forward, both = passes[False], passes.get(True, {})
+        cells = [forward["host_us"], forward["host_over_pytorch"], forward.get("graph_us")]
+        cells += [both.get("host_us"), both.get("host_over_pytorch")]
+        lines.append([call, f"{tokens:,}", *("-" if figure is None else number(figure) for figure in cells)])
+    return _markdown(["call", "tokens", "forward: host", "times PyTorch's", "on the GPU", "both passes: host", "times PyTorch's"], lines)
 
 
 def _markdown(columns: list[str], rows: list[list[str]]) -> str:

@@ -245,7 +245,7 @@ options: dict[str, Any] = {"scale": scale, "return_lse": True  =>  options: dict
 @ 23 api/arguments | test_refusals api | an error of empty tensors does not say what it got
 must not be empty; got shape {tuple(tensor.shape)}")  =>  must not be empty")
 @ 24 api/call | test_refusals test_properties | checks of a call are remembered whatever the shape of v
-(q.shape, k.shape, v.shape, q.dtype,  =>  (q.shape, k.shape, q.dtype,
+        return layouts((q, k, v))\n    except  =>          return layouts((q, k))\n    except
 @ 25 api/layer | api/test_layer | a cache keeps the graph of keys and values that require gradients
 in enumerate((k.detach(), v.detach())):  =>  in enumerate((k, v)):
 @ 26 api/decoding_arguments | test_properties api/test_decode | scales of keys and values may have different strides
@@ -253,7 +253,7 @@ if found[0].stride() != found[1].stride() or found[0].stride(2) != 1:  =>  if fo
 @ 27 dispatch/operators | test_properties dispatch | a NaN gradient of lse reaches inputs through queries that keep nothing
 backends.zero_keyless_queries(dlse, lse)  =>  dlse.contiguous()
 @ 28 dispatch/operators | test_properties dispatch api/test_attention | compiled code takes the default scale from v's head_dim
-(backend, call)\n    scale = q.shape[3] ** -0.5  =>  (backend, call)\n    scale = v.shape[3] ** -0.5
+    scale = q.shape[3] ** -0.5 if scale is None else scale\n    call = Att  =>      scale = v.shape[3] ** -0.5 if scale is None else scale\n    call = Att
 @ 29 dispatch/operators | dispatch | forward-mode differentiation is not refused
 if in_differentiating_transform() or has_forward_derivative(*tensors):  =>  if in_differentiating_transform():
 @ 30 variant/definition | test_properties variant | ALiBi counts queries from the first key where lengths differ
@@ -286,8 +286,8 @@ load_mask_number(rows, batch, head), first //  =>  load_mask_number(rows, batch,
 exists = row < (splits.count - split) * ROWS  =>  exists = row < ROWS
 @ 44 kernels/portable/merge | parallel/test_merges | a partial result that is NaN leaves no trace
 merges |= theirs != theirs  =>  merges |= theirs > 0.0
-@ 45 kernels/launch/launch | kernels/test_replay kernels/test_specialization | calls of other strides repeat a launch
-(t.dtype, t.shape, t.stride()) for t in inputs  =>  (t.dtype, t.shape) for t in inputs
+@ 45 dispatch/call | kernels/test_replay kernels/test_specialization | calls of other strides repeat a launch
+(t.dtype, t.device, t.layout, t.shape, t.stride()) for t in tensors  =>  (t.dtype, t.device, t.layout, t.shape) for t in tensors
 @ 46 kernels/launch/launch | masks/test_per_head test_properties | kernels swap the strides of batch and heads in mask_index
 return (index, *table[:5], *mask.tiles, *strides)  =>  return (index, *table[:5], *mask.tiles, *reversed([*strides]))
 @ 47 kernels/hopper/backward_rows | kernels/test_hopper_on_cpu | delta lacks dropout's share
