@@ -253,7 +253,7 @@ if found[0].stride() != found[1].stride() or found[0].stride(2) != 1:  =>  if fo
 @ 27 dispatch/operators | test_properties dispatch | a NaN gradient of lse reaches inputs through queries that keep nothing
 backends.zero_keyless_queries(dlse, lse)  =>  dlse.contiguous()
 @ 28 dispatch/operators | test_properties dispatch api/test_attention | compiled code takes the default scale from v's head_dim
-    q.shape[3] ** -0.5 if scale is None else scale\n    call = Att  =>  v.shape[3] ** -0.5 if scale is None else scale\n    call = Att
+    q.shape[3] ** -0.5 if scale is None else scale\n    call = A  =>  v.shape[3] ** -0.5 if scale is None else scale\n    call = A
 @ 29 dispatch/operators | dispatch | forward-mode differentiation is not refused
 if in_differentiating_transform() or has_forward_derivative(*tensors):  =>  if in_differentiating_transform():
 @ 30 variant/definition | test_properties variant | ALiBi counts queries from the first key where lengths differ
