@@ -75,7 +75,8 @@ def drawn_sizes(draw, entry: str, backend: str) -> Sizes:
         queries=draw(st.sampled_from([1, 3, 20])),
     )
     if entry.startswith("varlen"):
-        lens = draw(st.lists(st.tuples(st.integers(0, longest), st.integers(0, longest)), min_size=1, max_size=5))
+        most = longest // 3 if is_interpreted(backend) else longest
+        lens = draw(st.lists(st.tuples(st.integers(0, most), st.integers(0, most)), min_size=1, max_size=5))
         q_lens, k_lens = zip(*lens, strict=True)
         beyond = draw(st.integers(1, 50))
         sizes = replace(sizes, lens=q_lens, q_len=sum(q_lens) + beyond, k_lens=draw(st.sampled_from([None, k_lens])))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -126,13 +125,12 @@ def build_call(
     kernel_table = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
     scale = resolve_scale(scale, q.shape[3])
     call = AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, backend, variant, precision)
-    holder = table if isinstance(table, BlockMask) else None
-    return prepare(call, of_inputs, holder, None if holder is None else partial(_check_table, holder, q, k, backend))
+    return prepare(call, of_inputs, table if isinstance(table, BlockMask) else None, _check_table)
 
 
-def _check_table(table: BlockMask, q: torch.Tensor, k: torch.Tensor, backend: str) -> None:
-    check_mask(table, q, k)
-    if not torch.compiler.is_compiling() and backend == "auto" and table.slow:  # in this order: graphs guard what they read
+def _check_table(call: AttentionCall, table: BlockMask) -> None:
+    check_mask(table, call.q, call.k)
+    if not torch.compiler.is_compiling() and call.backend == "auto" and table.slow:  # in this order: graphs guard what they read
         _warn_that_dense_is_as_fast()
 
 

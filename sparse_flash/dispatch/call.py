@@ -74,14 +74,17 @@ def layouts(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
 
 
 def prepare(
-    call: AttentionCall, of_inputs: tuple[object, ...] | None, holder: BlockMask | None, check: Callable[[], None] | None = None
+    call: AttentionCall,
+    of_inputs: tuple[object, ...] | None,
+    holder: BlockMask | None,
+    check: Callable[[AttentionCall, BlockMask], None] | None = None,
 ) -> AttentionCall:
     """Chooses the back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError if
     there is none. Unchanged if the operator chooses: a choice that depends on a length would make torch.compile recompile.
 
     of_inputs: ``layouts`` of q, k and v, by which the choice and the launches of an earlier call are found; None: a compiler, a
     mode or a transform has to see the operator. holder: the mask that holds what is prepared, of which call.table is the form for
-    kernels; None for dense attention. check: what else may raise for such a call.
+    kernels; None for dense attention. check: what else may raise for such a call under the holder.
     """
     q, k, v, mask, table, scale, deterministic, backend, variant, precision, _ = call
     known: dict[Any, Any] | None = None
@@ -96,8 +99,8 @@ def prepare(
         found = known.get(key)
         if found is not None:
             return AttentionCall(q, k, v, mask, table, scale, deterministic, found[0], variant, precision, found[1])
-    if check is not None:
-        check()
+    if check is not None and holder is not None:
+        check(call, holder)
     if not (isinstance(table, str) or torch.compiler.is_compiling()):
         block_size = None if table is None else table.block_size
         of_call = backends.Call.from_tensors(q, k, v, block_size, variant, deterministic, precision)
