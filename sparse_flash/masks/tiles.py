@@ -94,7 +94,7 @@ class TilePool:
     def add_dense(self, kept: np.ndarray) -> np.ndarray:
         """Tiles (n, block, block) bool -> tile numbers as in ``add_runs``; those with one run per row become run tiles."""
         words = pack_bits(kept)
-        unique, inverse = unique_rows(words.reshape(len(words), -1))
+        unique, inverse = unique_rows(words.reshape(len(words), self.queries * words.shape[2]))
         tiles = kept[unique]
         rises = (tiles[:, :, 1:] & ~tiles[:, :, :-1]).sum(2) + tiles[:, :, 0]
         single = (rises <= 1).all(1)
