@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -145,14 +145,16 @@ def _entries_of_head(mask: FlexMask, grid: BlockGrid, b: int, h: int, pool: Tile
     size, parts = grid.block_size, []
     for mask_mod, counts, indices in (
         (mask.mask_mod, mask.kv_num_blocks, mask.kv_indices),
-        (None, mask.full_kv_num_blocks, mask.full_kv_indices),
+        (noop_mask, mask.full_kv_num_blocks, mask.full_kv_indices),
     ):
         if counts is None or indices is None:
             continue
-        rows, cols = _read_listed(counts[b, h], indices[b, h])
+        listed = torch.arange(indices.shape[3], device=indices.device) < counts[b, h, :, None]
+        rows = listed.nonzero()[:, 0].cpu().numpy().astype(np.int64)
+        cols = indices[b, h][listed].cpu().numpy().astype(np.int64)
         cut = (grid.heights(rows) < size) | (grid.widths(cols) < size)
         tiles = np.full(len(rows), FULL_TILE, np.int64)
-        looked_at = np.flatnonzero(cut) if mask_mod is None else np.arange(len(rows))
+        looked_at = np.flatnonzero(cut) if mask_mod is noop_mask else np.arange(len(rows))
         tiles_of = _Rule(mask_mod, grid, indices.device, pool)
         for part in dense_batches(len(looked_at), size):
             chosen = looked_at[part]
@@ -161,35 +163,26 @@ def _entries_of_head(mask: FlexMask, grid: BlockGrid, b: int, h: int, pool: Tile
     return Entries.join(parts).without_empty()
 
 
-def _read_listed(count: torch.Tensor, indices: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The (row, col) of the first count[r] blocks listed by each row r."""
-    listed = torch.arange(indices.shape[1], device=indices.device) < count[:, None]
-    rows = listed.nonzero()[:, 0].cpu().numpy().astype(np.int64)
-    return rows, indices[listed].cpu().numpy().astype(np.int64)
-
-
 class _Rule:
-    """Tiles from a FlexAttention mask function, (b, h, q_idx, kv_idx) of integer tensors -> bool; whole blocks if it is None."""
+    """Tiles from a FlexAttention mask function, (b, h, q_idx, kv_idx) of integer tensors -> bool."""
 
-    def __init__(self, mask_mod: MaskFunction | None, grid: BlockGrid, device: torch.device, pool: TilePool):
+    def __init__(self, mask_mod: MaskFunction, grid: BlockGrid, device: torch.device, pool: TilePool):
         self.mask_mod, self.grid, self.device, self.pool = mask_mod, grid, device, pool
         self.within = torch.arange(grid.block_size, device=device)
-        if mask_mod is not None:
-            by_token = torch.vmap(self.checked, (None, None, None, 0))
-            self.by_tile = torch.vmap(torch.vmap(by_token, (None, None, 0, None)), (None, None, 0, 0))
+        by_token = torch.vmap(self.checked, (None, None, None, 0))
+        self.by_tile = torch.vmap(torch.vmap(by_token, (None, None, 0, None)), (None, None, 0, 0))
 
     def checked(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        mask_mod = cast(MaskFunction, self.mask_mod)  # called only if there is one
         try:
-            kept = mask_mod(b, h, q, kv)
+            kept = self.mask_mod(b, h, q, kv)
         except RuntimeError as error:
             raise ValueError(
-                f"a mask function must work on index tensors; {_name(mask_mod)} raised: {str(error).splitlines()[0]} (write "
+                f"a mask function must work on index tensors; {_name(self.mask_mod)} raised: {str(error).splitlines()[0]} (write "
                 "& | ~ and torch.where instead of and, or, not and if)"
             ) from error
         if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool:
             got = kept.dtype if isinstance(kept, torch.Tensor) else type(kept).__name__
-            raise TypeError(f"a mask function must return a bool tensor; {_name(mask_mod)} returned {got}; compare indices")
+            raise TypeError(f"a mask function must return a bool tensor; {_name(self.mask_mod)} returned {got}; compare indices")
         return kept
 
     def __call__(self, b: int, h: int, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
@@ -197,10 +190,9 @@ class _Rule:
         grid, size = self.grid, self.grid.block_size
         q, kv = (torch.from_numpy(blocks).to(self.device)[:, None] * size + self.within for blocks in (rows, cols))
         kept = (q < grid.q_len)[:, :, None] & (kv < grid.kv_len)[:, None, :]
-        if self.mask_mod is not None:
-            batch, head = (torch.tensor(number, device=self.device) for number in (b, h))
-            # Rules look up numbers by position, and there are none past the end.
-            kept &= self.by_tile(batch, head, q.clamp(max=grid.q_len - 1), kv.clamp(max=grid.kv_len - 1))
+        batch, head = (torch.tensor(number, device=self.device) for number in (b, h))
+        # Rules look up numbers by position, and there are none past the end.
+        kept &= self.by_tile(batch, head, q.clamp(max=grid.q_len - 1), kv.clamp(max=grid.kv_len - 1))
         flat = kept.flatten(1)
         whole, some = flat.all(1), flat.any(1)
         tiles = torch.where(whole, FULL_TILE, EMPTY_TILE).cpu().numpy()

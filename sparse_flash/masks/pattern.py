@@ -17,7 +17,7 @@ import numpy as np
 
 from ..compat.constants import constant_in_graphs
 from . import spec
-from .fields import check_fields, have_all_limits, set_fields
+from .fields import check_fields, set_fields
 from .grid import BlockGrid, BlockRuns, SparseMatrix
 
 # The starts and the ends of runs of keys.
@@ -61,8 +61,7 @@ class Pattern:
             cls.__eq__ = _equal  # type: ignore[method-assign,assignment]  # a dataclass keeps the one that it finds
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if not have_all_limits(type(self)):
+        if not check_fields(self):
             _check_hashable(self)
 
     @property
