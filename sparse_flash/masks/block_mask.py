@@ -223,8 +223,10 @@ class BlockMask(metaclass=_ShowsPublicNames):
         """The mask made on the host that has these tensors, for operators, which receive nothing else. Tables that are derived from
         that mask, and remembered launches, come with it. Without such a mask, ``from_tensors``."""
         found = _host_masks.get(tensors[1 + Table._fields.index("work")].data_ptr())
-        if found is not None and found.sizes == (q_len, kv_len, block_size) and _same_memory(found.tensors(), tensors):
-            return found
+        if found is not None and found.sizes == (q_len, kv_len, block_size):
+            pairs = zip(found.tensors(), tensors, strict=True)
+            if all(one.data_ptr() == other.data_ptr() and one.shape == other.shape for one, other in pairs):
+                return found
         return cls.from_tensors(q_len, kv_len, block_size, tensors)
 
     @outside_inference
@@ -436,7 +438,3 @@ MaskLike: TypeAlias = Pattern | str | BlockMask | FlexMask
 
 # Lets torch.load read a saved mask without weights_only=False.
 torch.serialization.add_safe_globals([BlockMask, Table])
-
-
-def _same_memory(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(one.data_ptr() == other.data_ptr() and one.shape == other.shape for one, other in zip(some, others, strict=True))
