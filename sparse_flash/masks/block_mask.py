@@ -139,14 +139,8 @@ class BlockMask(metaclass=_ShowsPublicNames):
         return self.q_len, self.kv_len, self.block_size
 
     @cached_property
-    def fits(self) -> tuple[int | torch.device, ...]:
-        """Everything that decides which q and k the mask fits, and whether there is something to say of it."""
-        return *self.sizes, *self.mask_index.shape, self.device, self.slow
-
-    @cached_property
     def keeps_causal(self) -> bool:
-        """Whether each query keeps exactly the keys up to its own index, judged by the table, whatever it was compiled from. Reads
-        the table once: for masks on a CPU."""
+        """Whether each query keeps exactly the keys up to its own index, by the table, which is read once: for masks on a CPU."""
         rows, tokens = self.grid.q_blocks, self.q_len
         if tokens != self.kv_len or (np.diff(self.mask_bounds(), prepend=0) != rows * (rows + 1) // 2).any():
             return False
@@ -204,8 +198,7 @@ class BlockMask(metaclass=_ShowsPublicNames):
         return [self.mask_index, *self.by_query, *self.by_key, *self.tiles]
 
     def constants(self) -> list[torch.Tensor]:
-        """``tensors()`` as constants of a compiled graph: separate tensors, without dynamic lengths, as a constant never
-        changes."""
+        """``tensors()`` as constants of a compiled graph: separate tensors, whose lengths are not dynamic."""
         return [with_fixed_lengths(t.detach()) for t in self.tensors()]
 
     @classmethod
@@ -260,8 +253,7 @@ class BlockMask(metaclass=_ShowsPublicNames):
         return None if mask.keeps_all else mask
 
     def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Every kept block of every stored mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in table
-        order."""
+        """Every kept block of every stored mask, as ``Table.entries`` gives it."""
         return self.by_query.entries()
 
     def bands(self, number: int = 0, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:

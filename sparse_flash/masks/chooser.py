@@ -111,8 +111,7 @@ class Chooser(Pattern):
         )
 
     def compared_features(self, content: Any) -> Any:
-        """Returns what a built-in chooser compares, made by ``choosers.features.Content``; None: the chooser defines ``scores``, or
-        a caller passes them."""
+        """Returns what a built-in chooser compares, from a ``Content``; None: it defines ``scores``, or a caller passes them."""
         return None
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:

@@ -27,10 +27,9 @@ def document_tables(
     """Both tables of a mask of as many queries as keys, in blocks that start where documents start.
 
     starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. No row is
-    split. Unlike in other tables, ``col_idx`` and field 0 of a work item are not the number of a block but its start. Field 5 is
-    how many blocks have tokens. Field 6 is what to add to a token of the row's document for its position on an axis of whole
-    blocks. Field 7 is where the row's tokens end. Items of blocks without tokens, for which a table made on a device has room,
-    come last.
+    split. ``col_idx`` and field 0 of a work item are not the number of a block, as elsewhere, but its start. Field 5 is how many
+    blocks have tokens. Field 6 is what to add to a token of the row's document for its position on an axis of whole blocks. Field 7
+    is where the row's tokens end. Items of blocks without tokens, for which tables made on a device have room, come last.
     """
     return KernelTables(BLOCK, BLOCK, mask_index, by_query, by_key, tiles, starts, document_order=True)
 

@@ -42,7 +42,13 @@ def from_flex(mask: FlexMask) -> BlockMask:
     """
     if keeps_listed_blocks(mask):
         return _from_listed_blocks(mask)
-    grid = grid_of(mask)
+    if not isinstance(mask, FlexMask):
+        got = f"{type(mask).__module__}.{type(mask).__qualname__}"
+        raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {got}")
+    q_block, kv_block = mask.BLOCK_SIZE
+    if q_block != kv_block:
+        raise ValueError(f"from_flex needs square blocks; got BLOCK_SIZE={(q_block, kv_block)}; pass one number as BLOCK_SIZE")
+    grid = BlockGrid(*mask.seq_lengths, q_block)
     pool = TilePool(grid.block_size)
     batch, heads = mask.kv_num_blocks.shape[:2]
     masks = [from_entries(grid, _entries_of_head(mask, grid, b, h, pool), pool) for b in range(batch) for h in range(heads)]
@@ -128,20 +134,8 @@ def _from_listed_blocks(mask: FlexMask) -> BlockMask:
     return from_block_maps(blocks, grid, dense_mask(grid, blocks.device))
 
 
-def grid_of(mask: FlexMask) -> BlockGrid:
-    """Raises TypeError unless this is a FlexAttention mask, ValueError for blocks that this library's tables do not support."""
-    if not isinstance(mask, FlexMask):
-        got = f"{type(mask).__module__}.{type(mask).__qualname__}"
-        raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {got}")
-    q_block, kv_block = mask.BLOCK_SIZE
-    if q_block != kv_block:
-        raise ValueError(f"from_flex needs square blocks; got BLOCK_SIZE={(q_block, kv_block)}; pass one number as BLOCK_SIZE")
-    return BlockGrid(*mask.seq_lengths, q_block)
-
-
 def _entries_of_head(mask: FlexMask, grid: BlockGrid, b: int, h: int, pool: TilePool) -> Entries:
-    """The kept blocks of a batch entry's head. Blocks of which the token rule keeps nothing are left out, and those it keeps
-    entirely are full."""
+    """The kept blocks of a batch entry's head: none of which the token rule keeps nothing, full ones where it keeps all."""
     size, parts = grid.block_size, []
     for mask_mod, counts, indices in (
         (mask.mask_mod, mask.kv_num_blocks, mask.kv_indices),

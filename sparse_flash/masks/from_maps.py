@@ -57,8 +57,7 @@ def select_tables(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int
     """The tensors of both tables of the entries that each map keeps, for compiled graphs. One operator, so that a graph computes
     what an eager call does, instead of thirty operations that a compiler fuses anew.
 
-    maps: (masks, q_blocks, kv_blocks) bool, or int32 of bits. within: the tensors of one mask's two tables, which list all of its
-    entries.
+    maps: (masks, q_blocks, kv_blocks) bool, or int32 of bits. within: the tensors of one mask's two tables.
     """
     by_query, by_key = Table(*within[: len(within) // 2]), Table(*within[len(within) // 2 :])
     tensors = _select_both(maps, by_query, by_key, (maps.shape[1], kv_blocks))
@@ -125,8 +124,7 @@ _cached_dense_mask = cached_until_cleared(maxsize=16)(_build_dense_mask)
 def map_from_lists(
     indices: torch.Tensor, counts: torch.Tensor, shape: tuple[int, int], names: tuple[str, str] = ("kv_indices", "kv_counts")
 ) -> torch.Tensor:
-    """The block map of lists, (batch | 1, heads | 1, *shape) bool; see ``from_lists``. shape: (q_blocks, kv_blocks). names: what
-    errors call the two tensors."""
+    """The block map of lists, (batch | 1, heads | 1, *shape) bool; see ``from_lists``. names: what errors call the two tensors."""
     check_integers(names, indices, counts)
     if indices.dim() not in (2, 4) or counts.shape != indices.shape[:-1] or counts.shape[-1] != shape[0]:
         raise ValueError(

@@ -16,9 +16,8 @@ RowArrays: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def select_in_torch(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int]) -> list[Table]:
-    """The tables by_query and by_key of the entries of one mask's tables that each map keeps, in operations whose shapes do not
-    depend on the maps' contents. maps: (masks, q_blocks, kv_blocks) bool, or (masks, q_blocks, ceil(kv_blocks / 32)) int32 of bits.
-    shape: of the grid."""
+    """The tables by_query and by_key of the entries of one mask's tables that each map keeps, in operations of fixed shapes. maps:
+    (masks, q_blocks, kv_blocks) bool, or (masks, q_blocks, ceil(kv_blocks / 32)) int32 of bits. shape: of the grid."""
     if maps.dtype != torch.bool:
         maps = ((maps[..., None] >> arange_int32(32, maps.device)) & 1).flatten(-2)[..., : shape[1]].bool()
     rows, entries = _select_entries(maps, by_query)

@@ -68,8 +68,7 @@ def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TilePool:
-    """Collects tiles of ``block`` x ``block`` pairs, each distinct one once, and numbers them in order of arrival. queries: rows of
-    a tile, if not ``block``."""
+    """Collects tiles of ``block`` x ``block`` pairs, equal ones once, and numbers them as they come. queries: rows, if others."""
 
     def __init__(self, block: int, queries: int | None = None):
         self.block, self.queries = block, queries or block

@@ -45,8 +45,7 @@ class PartialAttention(NamedTuple):
         return backends.get_backend(call.backend).forward(call)
 
     def backward(self, rows: QueryRows, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> Gradients:
-        """Returns (dq, dk, dv) from the pairs of the mask. rows: with out and lse over all columns, as the probabilities need the
-        whole lse."""
+        """Returns (dq, dk, dv) from the pairs of the mask. rows: with out and lse over all columns, for the probabilities."""
         q, dout, dlse, out, lse = rows
         call, _ = self._prepare_call(q, k, v, mask)
         return backends.get_backend(call.backend).backward(call, dout, dlse, out, lse)
@@ -79,8 +78,7 @@ class PartialAttention(NamedTuple):
     def join_calls(
         self, rows: QueryRows, own: _KeyValues, others: _KeyValues, calls: TwoCalls
     ) -> tuple[JointBackward, _Keys, _Keys] | None:
-        """Returns two backward calls of Hopper's kernels that share their rows and dq, and the keys to add: own ones, others. None
-        if the calls must be separate."""
+        """Returns two backward calls of Hopper's kernels of the same rows and dq, and the keys to add, own ones first; or None."""
         if calls.far is None or self.seed is not None or self.deterministic:
             return None
         of_own, own_table = self._prepare_call(rows.q, *own, calls.near)

@@ -19,17 +19,7 @@ from ..dispatch.operators import prepare_upstream, refuse_second_derivatives
 from .calls import Gradients, PartialAttention, QueryRows, add_blocks, merge
 from .queries import attend_queries, differentiate_queries, merge_shared_rows, send_queries, send_results, write_query_gradients
 from .routes import LocalMask, Peers, Route, TwoCalls
-from .transfer import (
-    Message,
-    PendingExchange,
-    append_fetched,
-    as_tokens,
-    empty_blocks,
-    pack,
-    pack_with_space,
-    split_packed,
-    unpack,
-)
+from .transfer import Message, append_fetched, as_tokens, empty_blocks, pack, pack_with_space, split_packed, unpack
 
 _TENSORS = 3  # fields of a PartialAttention that are tensors, the first ones
 _NUMBERS = "float? scale, bool deterministic, str backend, float dropout_p"
@@ -54,7 +44,9 @@ def attend_blocks(
     buffer = empty_blocks(k, v, len(columns), block_size)
     # All ranks start their exchanges in this order, whatever they compute in between.
     queries = send_queries(q, shared, route) if shared else None
-    fetching = _fetch(k, v, buffer, route)
+    message = Message.allocate(buffer, route.traffic, route)
+    pack(k, v, message.pieces, route.sent_blocks if message.memory is None else route.message_blocks)
+    fetching = message.send(buffer[: route.traffic.received])
     space = None
     if isinstance(calls, TwoCalls):
         fetching.wait_for_start()
@@ -91,7 +83,7 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> Gra
     shared_results = send_results(rows, shared, route) if shared else None
     fetched, tokens = buffer[: route.traffic.received], k.shape[2]
     # One call allocates the message after its workspace is freed.
-    allocate = partial(Message.allocate, buffer, route.traffic.reverse, buffer.shape[1:], route)
+    allocate = partial(Message.allocate, buffer, route.traffic.reverse, route)
     if isinstance(calls, TwoCalls):
         (dq, dk, dv), returning = run.backward_in_two_calls(rows, (k, v), fetched, calls, allocate())
     else:
@@ -136,8 +128,7 @@ _backward.register_autograd(refuse_second_derivatives)
 
 @torch.library.custom_op(operator_name("all_to_all"), mutates_args=())
 def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Exchanges parts: part i of rank j becomes part j of rank i. The operator is its own gradient. parts: (ranks, ...), of one
-    shape on all ranks."""
+    """Exchanges parts: part i of rank j becomes part j of rank i. Its own gradient. parts: (ranks, ...), alike on all ranks."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=Peers.from_handle(handle).group)
@@ -158,10 +149,3 @@ def _exchange_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 all_to_all.register_autograd(_exchange_gradient, setup_context=_keep_handle)
-
-
-def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> PendingExchange:
-    """Starts fetching the blocks of others to the start of the buffer."""
-    message = Message.allocate(buffer, route.traffic, buffer.shape[1:], route)
-    pack(k, v, message.pieces, route.sent_blocks if message.memory is None else route.message_blocks)
-    return message.send(buffer[: route.traffic.received])

@@ -49,7 +49,6 @@ class TokenShards:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Returns itself, as ``__copy__`` does."""
         return self
 
     def __reduce__(self) -> NoReturn:
