@@ -89,6 +89,7 @@ class BlockMask(metaclass=_ShowsPublicNames):
 
     # The mask whose blocks these are a choice of, made on the device: then launches are kept with that one, for all such masks.
     selected_from: ClassVar[BlockMask | None] = None
+    starts: ClassVar[None] = None  # blocks start at multiples of their size; those of ``by_document`` have starts
 
     if TYPE_CHECKING:  # ``methods`` defines what makes masks, above this module and the compiler, and attaches it
         from_blocks = staticmethod(methods.from_blocks)
@@ -182,11 +183,6 @@ class BlockMask(metaclass=_ShowsPublicNames):
     def row_queries(self) -> int:
         """Queries in a row of ``by_query``."""
         return self.block_size
-
-    @property
-    def starts(self) -> None:
-        """None, because blocks start at multiples of their size. ``by_document`` has starts."""
-        return None
 
     @property
     def nbytes(self) -> int:

@@ -181,10 +181,9 @@ def in_blocks_of(self: BlockMask, block_size: int) -> BlockMask:
     grid = BlockGrid(self.q_len, self.kv_len, block_size)
     if block_size % self.block_size:
         raise ValueError(f"block_size must be a multiple of the mask's {self.block_size}; got {block_size}")
-    pool, step = TilePool(block_size), block_size // self.block_size
-    single = []
+    pool, single = TilePool(block_size), []
     for number in range(self.masks):
-        full, entries = coarsen.merge_blocks(self.grid, self.bands(number, step), self.tile_pairs, pool)
+        full, entries = coarsen.merge_blocks(self, number, pool)
         single.append(from_entries(grid, entries, pool, full))
     return replace(_stack_masks(single, self.mask_index.cpu()), keeps_all=self.keeps_all).to(self.device)
 
@@ -221,9 +220,6 @@ def take_blocks(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMas
 
 def with_coarse(mask: BlockMask) -> BlockMask:
     """The mask, plus its coarse form if kernels are predicted to be faster on that."""
-    if mask.block_size not in coarsen.SMALL_BLOCKS:
+    if mask.block_size not in coarsen.SMALL_BLOCKS or not coarsen.is_coarse_faster(mask):
         return mask
-    step = coarsen.KERNEL_BLOCK // mask.block_size
-    bands = (band for number in range(mask.masks) for band in mask.bands(number, step))
-    is_faster = coarsen.is_coarse_faster(mask.grid, mask.masks, bands)
-    return replace(mask, coarse=in_blocks_of(mask, coarsen.KERNEL_BLOCK)) if is_faster else mask
+    return replace(mask, coarse=in_blocks_of(mask, coarsen.KERNEL_BLOCK))

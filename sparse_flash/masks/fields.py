@@ -40,14 +40,11 @@ Factors: TypeAlias = Annotated[int, Range(0, 62)]  # how many powers of two
 Share: TypeAlias = Annotated[float, Range(0, 1)]
 
 
-Form: TypeAlias = Literal["integer", "integers", "share"]
-
-
 class Limit(NamedTuple):
     """The values that one field of a pattern takes. optional: None too."""
 
     field: str
-    form: Form
+    form: Literal["integer", "integers", "share"]
     least: int
     most: int
     optional: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .block_mask import BlockMask
+from .coarsen import decode_parts
 from .grid import union
 from .table import MOST_DERIVED, Entries, KernelTables, Table, build_table, sort_entries
 from .tiles import FULL_TILE, TilePool, unique_rows
@@ -19,7 +20,7 @@ _MOST_TIME = 1.06
 # are faster, and take 1 ms this way, where compiling takes 5. What has fewer takes up to twice its compiling.
 _MOST_TILES = 1 << 6
 
-_EMPTY, _FULL = 0, 1  # of half a block; of a tile, 1 + kind + 3 * its number
+_EMPTY, _FULL = 0, 1  # as in ``decode_parts``
 
 
 def tall_rows(mask: BlockMask) -> KernelTables | None:
@@ -29,26 +30,25 @@ def tall_rows(mask: BlockMask) -> KernelTables | None:
         return None
     here = mask.to("cpu")
     rows, cols, kind, tile = here.entries()
-    half = 2 * rows[:, None] + np.arange(2)  # (blocks, 2), the halves of each block; a tall row has three
-    block = half // 3 * here.grid.kv_blocks + cols[:, None]
-    found = union(list(block.T))
-    states = np.full((len(found), 3), _EMPTY)
-    states[np.searchsorted(found, block), half % 3] = (1 + kind + 3 * tile)[:, None]
+    number, third = 1 + np.where(kind > 0, 2 * tile + kind, 0), rows % 3
+    # Of the upper and of the lower block rows of tall rows: 0 and 1, 1 and 2, 3 and 4, ...
+    chosen = third < 2, third > 0
+    blocks = [((rows // 3 * 2 + third - part) * here.grid.kv_blocks + cols)[some] for part, some in enumerate(chosen)]
+    found = union(blocks)
+    states = np.full((len(found), 2), _EMPTY)
+    for part in range(2):
+        states[np.searchsorted(found, blocks[part]), part] = number[chosen[part]]
     some = found // here.grid.kv_blocks * QUERIES < here.q_len
     (row, col), states = np.divmod(found[some], here.grid.kv_blocks), states[some]
-    half = row[:, None] * 3 + np.arange(3)
-    states[half >= 2 * here.grid.q_blocks] = _FULL  # queries past the end may keep anything
-    partial = np.flatnonzero((states != _FULL).any(1))
+    states[row // 2 * 3 + row % 2 + 1 >= here.grid.q_blocks, 1] = _FULL  # queries past the end may keep anything
+    partial = np.flatnonzero((states[:, 0] != _FULL) | (states[:, 1] != _FULL))
     first, alike = unique_rows(np.column_stack([states, row % 2])[partial])
     if len(first) > _MOST_TILES:
         return None
-    distinct, half = states[partial[first]], half[partial[first]] % 2
-    code = np.maximum(distinct.ravel() - 1, 0)
-    pairs = here.tile_pairs(code % 3, code // 3)
-    pairs[distinct.ravel() == _EMPTY] = False
-    pairs = np.take_along_axis(pairs.reshape(-1, 3, 2, BLOCK // 2, BLOCK), half[..., None, None, None], 2)
+    both = decode_parts(here, states[partial[first]]).reshape(-1, 2 * BLOCK, BLOCK)
+    query = np.arange(QUERIES) + row[partial[first], None] % 2 * (2 * BLOCK - QUERIES)
     pool, tiles = TilePool(BLOCK, QUERIES), np.full(len(row), FULL_TILE)
-    tiles[partial] = pool.add_dense(pairs.reshape(-1, QUERIES, BLOCK))[alike]
+    tiles[partial] = pool.add_dense(np.take_along_axis(both, query[:, :, None], 1))[alike]
     entries = Entries(row, col, tiles).without_empty()
     if _estimate_time(entries.tiles != FULL_TILE) * QUERIES > _MOST_TIME * _estimate_time(kind > 0) * BLOCK:
         return None

@@ -205,9 +205,9 @@ def _fill_tables(constants, layout: torch.Tensor, plan: PackPlan) -> list[torch.
 def _assemble_on_host(constants, q_starts, k_starts, plan: PackPlan) -> list[torch.Tensor]:
     """The same as ``_assemble_on_device``, whose reference it is, using NumPy."""
     grid = BlockGrid(plan.q_tokens, plan.k_tokens, BLOCK)
-    runs = _packed_runs(constants[0].cpu().numpy().astype(np.int64), q_starts, k_starts, plan)
+    first, stop = _packed_runs(constants[0].cpu().numpy().astype(np.int64), q_starts, k_starts, plan)
     rows = np.arange(grid.q_blocks + 1)
-    mask = from_entries(grid, *entries_of_runs(*runs, rows * BLOCK, 0 * rows[1:], 0 * rows[1:]))
+    mask = from_entries(grid, *entries_of_runs(first, stop, rows * BLOCK, 0 * rows[1:], 0 * rows[1:]))
     return mask.to(q_starts.device).tensors()
 
 

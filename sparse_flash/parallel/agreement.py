@@ -61,7 +61,7 @@ def _check_values(given: dict[str, str] | Exception, every: list[dict[str, str] 
             assert isinstance(theirs, dict)  # as none failed
             ranks_of[theirs[name]].append(rank)
         if len(ranks_of) > 1:
-            listed = (f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items())
-            differing.append(f"{name} is {', '.join(listed)}")
+            where = (f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items())
+            differing.append(f"{name} is {', '.join(where)}")
     if differing:
         raise ValueError(f"all ranks of a mesh must make the same plan; {'; '.join(differing)}; pass the same on every rank")

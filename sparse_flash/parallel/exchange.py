@@ -19,7 +19,7 @@ from ..dispatch.operators import prepare_upstream, refuse_second_derivatives
 from .calls import Gradients, PartialAttention, QueryRows, add_blocks, merge
 from .queries import attend_queries, differentiate_queries, merge_shared_rows, send_queries, send_results, write_query_gradients
 from .routes import LocalMask, Peers, Route, TwoCalls
-from .transfer import Message, append_fetched, as_tokens, empty_blocks, pack, pack_with_space, split_packed, unpack
+from .transfer import Message, PendingExchange, append_fetched, as_tokens, empty_blocks, pack, pack_with_space, split_packed, unpack
 
 _TENSORS = 3  # fields of a PartialAttention that are tensors, the first ones
 _NUMBERS = "float? scale, bool deterministic, str backend, float dropout_p"
@@ -44,9 +44,7 @@ def attend_blocks(
     buffer = empty_blocks(k, v, len(columns), block_size)
     # All ranks start their exchanges in this order, whatever they compute in between.
     queries = send_queries(q, shared, route) if shared else None
-    message = Message.allocate(buffer, route.traffic, route)
-    pack(k, v, message.pieces, route.sent_blocks if message.memory is None else route.message_blocks)
-    fetching = message.send(buffer[: route.traffic.received])
+    fetching = _fetch(k, v, buffer, route)
     space = None
     if isinstance(calls, TwoCalls):
         fetching.wait_for_start()
@@ -149,3 +147,10 @@ def _exchange_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 all_to_all.register_autograd(_exchange_gradient, setup_context=_keep_handle)
+
+
+def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> PendingExchange:
+    """Starts fetching the blocks of others to the start of the buffer."""
+    message = Message.allocate(buffer, route.traffic, route)
+    pack(k, v, message.pieces, route.sent_blocks if message.memory is None else route.message_blocks)
+    return message.send(buffer[: route.traffic.received])
