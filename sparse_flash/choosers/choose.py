@@ -65,7 +65,8 @@ def chosen_mask(
     if torch.compiler.is_compiling():
         return build_chosen_mask(q, k, chosen_in_graph(spec, q, k, scale, scores, lengths))
     grid = BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
-    maps = _choose_maps(spec, *_clear_missing_tokens(q, k, lengths), scale, scores, *_ends_of(lengths))
+    q, k, ends = _clear_missing_tokens(q, k, lengths)
+    maps = _choose_maps(spec, q, k, scale, scores, *ends)
     return from_block_maps(maps, grid, resolve_within(choices_of(spec)[0].within, grid, q.device))
 
 
@@ -75,19 +76,16 @@ def chosen_in_graph(
 ) -> ChosenBlocks:
     """``chosen_mask`` within torch.compile, for attention, whose operator makes the table."""
     text, within, size = _as_text(spec)
-    return ChosenBlocks(chosen_bits(*_clear_missing_tokens(q, k, lengths), text, scale, scores, *_ends_of(lengths)), size, within)
+    q, k, ends = _clear_missing_tokens(q, k, lengths)
+    return ChosenBlocks(chosen_bits(q, k, text, scale, scores, *ends), size, within)
 
 
-def _clear_missing_tokens(q: Tensor, k: Tensor, lengths: Variant | None) -> tuple[Tensor, Tensor]:
-    """q and k, 0 where tokens do not exist."""
+def _clear_missing_tokens(q: Tensor, k: Tensor, lengths: Variant | None) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """q and k, 0 where tokens do not exist; and (starts, ends, q_ends), see ``Content``."""
     if lengths is None:
-        return q, k
-    return clear_nonexistent(q, lengths.q_starts, lengths.q_lens), clear_nonexistent(k, lengths.kv_starts, lengths.kv_lens)
-
-
-def _ends_of(lengths: Variant | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(starts, ends, q_ends): see ``Content``."""
-    return (None, None, None) if lengths is None else (lengths.kv_starts, lengths.kv_lens, lengths.q_lens)
+        return q, k, (None, None, None)
+    q, k = clear_nonexistent(q, lengths.q_starts, lengths.q_lens), clear_nonexistent(k, lengths.kv_starts, lengths.kv_lens)
+    return q, k, (lengths.kv_starts, lengths.kv_lens, lengths.q_lens)
 
 
 @constant_in_graphs

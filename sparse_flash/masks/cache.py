@@ -36,11 +36,7 @@ _ACCEPTS_ONLY_TEXT = torch.__version__ < "2.13"  # a TorchVersion, which compare
 
 
 def as_block_mask(
-    mask: MaskLike,
-    q_len: int | None = None,
-    kv_len: int | None = None,
-    block_size: int = 128,
-    device: Device | None = None,
+    mask: MaskLike, q_len: int | None = None, kv_len: int | None = None, block_size: int = 128, device: Device | None = None
 ) -> BlockMask:
     """A BlockMask from anything that stands for one. A pattern and its text are compiled for these lengths."""
     if isinstance(mask, BlockMask):

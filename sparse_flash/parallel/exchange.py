@@ -138,15 +138,10 @@ def _(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return parts.new_empty(parts.shape)
 
 
-def _keep_handle(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-def _exchange_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return all_to_all(gradient, *ctx.saved_tensors), None
-
-
-all_to_all.register_autograd(_exchange_gradient, setup_context=_keep_handle)
+all_to_all.register_autograd(
+    lambda ctx, gradient: (all_to_all(gradient, *ctx.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
 
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> PendingExchange:
