@@ -33,8 +33,7 @@ def scores(chooser, content, by_kernel=False):
     """(scores, how many ranges they came in)"""
     with torch.no_grad():
         ranges = list(choose._iter_scores(chooser, content, by_kernel))
-    bounds = np.cumsum([0, *(part.shape[2] for _, part in ranges)]).tolist()
-    assert bounds == [*(low for low, _ in ranges), content.grid.q_blocks]
+    assert [*(low for low, _ in ranges), content.grid.q_blocks] == np.cumsum([0, *(part.shape[2] for _, part in ranges)]).tolist()
     return torch.cat([part for *_, part in ranges], 2), len(ranges)
 
 
