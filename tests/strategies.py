@@ -37,7 +37,7 @@ def number(limit, in_units: bool):
 
 def _by_its_fields(cls, rng: Random):
     """A pattern of a class whose fields all have limits."""
-    _, limits = limits_of(cls)
+    _, limits, _ = limits_of(cls)
     in_units = any(limit.field == "block" for limit in limits)
     return cls(**{limit.field: _number(rng, limit, in_units) for limit in limits})
 

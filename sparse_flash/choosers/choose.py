@@ -65,7 +65,8 @@ def chosen_mask(
     if torch.compiler.is_compiling():
         return build_chosen_mask(q, k, chosen_in_graph(spec, q, k, scale, scores, lengths))
     grid = BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
-    maps = _choose_maps(spec, *_clear_missing_tokens(q, k, lengths), scale, scores, *_ends_of(lengths))
+    q, k, ends = _clear_missing_tokens(q, k, lengths)
+    maps = _choose_maps(spec, q, k, scale, scores, *ends)
     return from_block_maps(maps, grid, resolve_within(choices_of(spec)[0].within, grid, q.device))
 
 
@@ -75,19 +76,16 @@ def chosen_in_graph(
 ) -> ChosenBlocks:
     """``chosen_mask`` within torch.compile, for attention, whose operator makes the table."""
     text, within, size = _as_text(spec)
-    return ChosenBlocks(chosen_bits(*_clear_missing_tokens(q, k, lengths), text, scale, scores, *_ends_of(lengths)), size, within)
+    q, k, ends = _clear_missing_tokens(q, k, lengths)
+    return ChosenBlocks(chosen_bits(q, k, text, scale, scores, *ends), size, within)
 
 
-def _clear_missing_tokens(q: Tensor, k: Tensor, lengths: Variant | None) -> tuple[Tensor, Tensor]:
-    """q and k, 0 where tokens do not exist."""
+def _clear_missing_tokens(q: Tensor, k: Tensor, lengths: Variant | None) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """q and k, 0 where tokens do not exist; and (starts, ends, q_ends), see ``Content``."""
     if lengths is None:
-        return q, k
-    return clear_nonexistent(q, lengths.q_starts, lengths.q_lens), clear_nonexistent(k, lengths.kv_starts, lengths.kv_lens)
-
-
-def _ends_of(lengths: Variant | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(starts, ends, q_ends): see ``Content``."""
-    return (None, None, None) if lengths is None else (lengths.kv_starts, lengths.kv_lens, lengths.q_lens)
+        return q, k, (None, None, None)
+    q, k = clear_nonexistent(q, lengths.q_starts, lengths.q_lens), clear_nonexistent(k, lengths.kv_starts, lengths.kv_lens)
+    return q, k, (lengths.kv_starts, lengths.kv_lens, lengths.q_lens)
 
 
 @constant_in_graphs
@@ -124,8 +122,7 @@ def _(q: Tensor, k: Tensor, spec: str, *_: object) -> Tensor:
 def _choose_maps(
     spec: Pattern | str, q: Tensor, k: Tensor, scale: float | None, scores: Tensor | None, *ends: Tensor | None
 ) -> Tensor:
-    """The maps of the kept blocks as ``from_block_maps`` takes them: bits where kernels choose, else bool. ends: starts, ends and
-    q_ends, see ``Content``."""
+    """The maps of the kept blocks for ``from_block_maps``: bits where kernels choose, else bool. ends: the last of ``Content``."""
     choices, grid = choices_of(spec), BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if len(choices) not in (1, q.shape[1]):
@@ -165,8 +162,7 @@ def _choose_by_head(choices: tuple[HeadChoice, ...], content: Content) -> Tensor
 def mask_by_scores(
     scores: Tensor, grid: BlockGrid, within: MaskLike | None, always: MaskLike | None, keep: int | float
 ) -> BlockMask:
-    """The mask of ``within & (scored(keep) | always)``, for any block size. scores: (batch, heads, q_blocks, kv_blocks), float32
-    or wider."""
+    """The mask of ``within & (scored(keep) | always)``, for any block size. scores: of each block, float32 or wider."""
     kept, limits = _init_maps(scores, within, always, grid)
     _add_kept_blocks(kept, scores, limits, 0, ("keep", keep), False)
     return from_block_maps(kept, grid, resolve_within(within, grid, scores.device))
@@ -176,7 +172,7 @@ def _apply_choice(choice: HeadChoice, content: Content) -> Tensor:
     """The blocks that a choice keeps, as ``_init_maps`` returns them."""
     kept, limits = _init_maps(content.q, choice.within, choice.always, content.grid)
     for number, chooser in enumerate(choice.choosers):
-        for low, _, scores in _iter_scores(chooser, content, kept.dtype != torch.bool):
+        for low, scores in _iter_scores(chooser, content, kept.dtype != torch.bool):
             _add_kept_blocks(kept, _mask_missing_keys(scores, content), limits, low, chooser.rule, number > 0)
     return kept if choice.choosers else kept.copy_(limits.forced)
 
@@ -225,30 +221,26 @@ def _add_kept_blocks(
         rules_kernels.write_kept_blocks(scores, limits, kept, first, *rule, after_others)
 
 
-def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iterator[tuple[int, int, Tensor]]:
-    """(low, high, scores of the blocks of queries low .. high - 1), chunk by chunk; of key heads if they share the choice."""
-    step, score = _make_scorer(chooser, content, with_kernels)
-    for low in range(0, content.grid.q_blocks, step):
-        high = min(low + step, content.grid.q_blocks)
-        with without_autocast(content.q):
-            scores = score(low, high)
-        # Kernels have taken the largest of a group's heads.
-        is_whole = not chooser.share_group or scores.shape[1] == content.k.shape[1]
-        yield low, high, scores if is_whole else torch.unflatten(scores, 1, (-1, content.group)).amax(2)
-
-
-def _make_scorer(chooser: Chooser, content: Content, with_kernels: bool) -> tuple[int, Callable[[int, int], Tensor]]:
-    """(blocks of queries of a chunk, (low, high) -> the scores of the blocks of queries low .. high - 1)."""
+def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iterator[tuple[int, Tensor]]:
+    """(low, scores of the blocks of queries from ``low`` on), chunk by chunk; of key heads if they share the choice."""
     features, grid, batch_heads = chooser.compared_features(content), content.grid, content.q.shape[0] * content.q.shape[1]
-    if features is not None and with_kernels:
+    score: Callable[[int, int], Tensor]
+    if features is None:
+        given = _get_user_scores(chooser, content)
+        step, score = grid.q_blocks, lambda low, high: given
+    elif with_kernels:
+        step = rules_kernels.MOST_BYTES // (batch_heads * grid.kv_blocks * (4 + 4 * features.per_q_block))
         shared = bool(chooser.share_group) and content.group > 1
         score = partial(rules_kernels.score_blocks, features, grid, reduce=chooser.reduction, shared=shared)
-        return rules_kernels.q_blocks_per_chunk(features, batch_heads, grid), score
-    if features is not None:
-        step = max(1, _HELD // (batch_heads * features.per_q_block * features.column_count))
-        return step, partial(rules_torch.score_blocks, features, grid, reduce=chooser.reduction)
-    scores = _get_user_scores(chooser, content)
-    return grid.q_blocks, lambda low, high: scores
+    else:
+        step = _HELD // (batch_heads * features.per_q_block * features.column_count)
+        score = partial(rules_torch.score_blocks, features, grid, reduce=chooser.reduction)
+    for low in range(0, grid.q_blocks, max(1, step)):
+        with without_autocast(content.q):
+            scores = score(low, min(low + max(1, step), grid.q_blocks))
+        # Kernels have taken the largest of a group's heads.
+        is_whole = not chooser.share_group or scores.shape[1] == content.k.shape[1]
+        yield low, scores if is_whole else torch.unflatten(scores, 1, (-1, content.group)).amax(2)
 
 
 def _mask_missing_keys(scores: Tensor, content: Content) -> Tensor:

@@ -26,9 +26,8 @@ class Features:
 
     rows: (batch, heads, tokens, head_dim). columns: (batch, kv_heads, tokens, head_dim). A row or a column is ``span`` tokens in
     turn, the row's in descending order: its logit is the sum of their products, times ``factor``. Tokens past the end are 0.
-    per_q_block, per_kv_block: rows and columns of a whole block. until: (rows,) int32, how many columns each row sees, the first
-    ones. bounds: (batch, 3) int32, the first column that exists, the first past them, and the first row past the existing; None if
-    all exist.
+    per_q_block, per_kv_block: rows and columns of a whole block. until: (rows,) int32, how many first columns each row sees.
+    bounds: (batch, 3) int32, the first column that exists, the first past them, the first row past the existing; None if all exist.
     """
 
     rows: Tensor
@@ -97,8 +96,7 @@ class Content(NamedTuple):
         return Features(rows, self.k, 1, self.scale, count, size, self._seen_columns(1, count, 1), self._bounds(1, 1, None))
 
     def _seen_columns(self, tokens: int, sampled: int | None, width: int) -> Tensor:
-        """(rows,) int32: how many columns of ``width`` keys a row of ``tokens`` sees. sampled: how many queries stand for a block
-        of queries, or None."""
+        """(rows,) int32: how many columns of ``width`` keys a row of ``tokens`` sees. sampled: queries of a block, or None."""
         device = self.q.device
         count = _columns_seen if is_recorded(device) else _lasting_columns_seen
         return count(tokens, sampled, width, self.grid, self.causal, device)

@@ -55,17 +55,10 @@ class ChoiceReport:
 
 
 def _attend(before: tuple[Tensor, Tensor], logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the keys before and these. logits: (batch, heads, queries, keys), -inf for pairs left out. values: (batch,
-    kv_heads, keys, v_head_dim)."""
+    """(out, lse) over the keys before and these. logits: (batch, heads, queries, keys), -inf for pairs left out. values: as v."""
     lse = logits.logsumexp(3)
     weights = (logits - lse_to_subtract(lse)[..., None]).exp().view(*values.shape[:2], -1, logits.shape[3])
     return merge_results(*before, (weights @ values).view(before[0].shape), lse)
-
-
-def sampled_queries(q_len: int) -> np.ndarray:
-    """Their indices, in the middles of equal parts of the sequence."""
-    count = min(SAMPLED, q_len)
-    return (2 * np.arange(count) + 1) * q_len // (2 * count)
 
 
 def _kept_pairs(within: Pattern, queries: np.ndarray, keys: slice, grid: BlockGrid) -> Tensor:
@@ -85,8 +78,8 @@ def report_of(spec: Pattern | str, mask: BlockMask, q: Tensor, k: Tensor, v: Ten
     most = resolve_within(within, grid, q.device).kept_blocks().sum()
     density = blocks.sum((2, 3)).to(exact) / most.clamp(min=1)
 
-    sampled = sampled_queries(grid.q_len)
-    count = len(sampled)
+    count = min(SAMPLED, grid.q_len)
+    sampled = (2 * np.arange(count) + 1) * grid.q_len // (2 * count)  # the middles of equal parts of the sequence
     query = torch.from_numpy(sampled).to(q.device)
     blocks = blocks[:, :, query // grid.block_size]
     # The queries of heads that share keys are rows of one product.

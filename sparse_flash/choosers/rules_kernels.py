@@ -10,18 +10,13 @@ from ..masks.grid import BlockGrid
 from .features import Features
 from .rules_torch import Limits
 
-_MOST_BYTES = 1 << 29  # of log-sums and scores held at a time
+MOST_BYTES = 1 << 29  # of log-sums and scores held at a time
 
 
 def pack_block_bits(blocks: Tensor) -> Tensor:
     """(..., ceil(n / 32)) int32 of (..., n) bool: block c is bit c % 32 of word c // 32."""
     words = torch.nn.functional.pad(blocks, (0, -blocks.shape[-1] % 32)).unflatten(-1, (-1, 32))
     return (words.long() << torch.arange(32, device=blocks.device)).sum(-1).to(torch.int32)
-
-
-def q_blocks_per_chunk(features: Features, batch_heads: int, grid: BlockGrid) -> int:
-    """How many blocks of queries are scored at a time."""
-    return max(1, _MOST_BYTES // (batch_heads * grid.kv_blocks * (4 + 4 * features.per_q_block)))
 
 
 def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str, shared: bool) -> Tensor:

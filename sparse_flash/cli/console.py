@@ -16,19 +16,15 @@ def output_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
 
 
-def error_console() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
-
-
 @contextmanager
 def user_errors():
     """Reports a mistake in the arguments once; for code that raises these errors only for mistakes of its caller."""
     try:
         yield
+        return
     except OSError as error:
-        said = f"{error.filename}: {error.strerror}; pass another path" if error.filename and error.strerror else error
-        error_console().print(f"error: {said}", markup=False)
-        raise typer.Exit(2) from None
+        said = f"{error.filename}: {error.strerror}; pass another path" if error.filename and error.strerror else str(error)
     except (ValueError, TypeError, NotImplementedError) as error:
-        error_console().print(f"error: {error}", markup=False)
-        raise typer.Exit(2) from None
+        said = str(error)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {said}", markup=False)
+    raise typer.Exit(2)

@@ -51,8 +51,7 @@ def mark_lengths_dynamic(tensor, *dims: int) -> None:
 
 
 def with_fixed_lengths(tensor):
-    """The tensor, whose lengths torch.compile takes as numbers, also with dynamic=True. This is the mark that
-    torch._dynamo.mark_static sets."""
+    """The tensor, whose lengths torch.compile takes as numbers, also with dynamic=True: the mark of torch._dynamo.mark_static."""
     tensor._dynamo_static_indices = set(range(tensor.dim()))
     return tensor
 

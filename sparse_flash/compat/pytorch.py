@@ -72,11 +72,6 @@ def is_batched_gradient(tensor: torch.Tensor) -> bool:
     return in_differentiating_transform() or _functorch.is_legacy_batchedtensor(tensor)
 
 
-def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is active."""
-    return _forward_ad._current_level >= 0
-
-
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -104,12 +99,11 @@ def is_recorded(device: torch.device) -> bool:
 
 def has_forward_derivative(*tensors: torch.Tensor) -> bool:
     """Whether forward mode is active and one of these tensors carries a tangent."""
-    return in_forward_mode() and any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    return _forward_ad._current_level >= 0 and any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def resolve_apply(function: type[torch.autograd.Function]) -> Callable:
-    """Returns what ``function.apply`` resolves to if no function transform is active. Resolving it takes a fifth of a short call's
-    host time."""
+    """Returns what ``function.apply`` resolves to without function transforms, which takes a fifth of a short call's host time."""
     return _FunctionBase.__dict__["apply"].__get__(None, function)
 
 

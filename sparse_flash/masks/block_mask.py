@@ -89,6 +89,7 @@ class BlockMask(metaclass=_ShowsPublicNames):
 
     # The mask whose blocks these are a choice of, made on the device: then launches are kept with that one, for all such masks.
     selected_from: ClassVar[BlockMask | None] = None
+    starts: ClassVar[None] = None  # blocks start at multiples of their size; those of ``by_document`` have starts
 
     if TYPE_CHECKING:  # ``methods`` defines what makes masks, above this module and the compiler, and attaches it
         from_blocks = staticmethod(methods.from_blocks)
@@ -139,14 +140,8 @@ class BlockMask(metaclass=_ShowsPublicNames):
         return self.q_len, self.kv_len, self.block_size
 
     @cached_property
-    def fits(self) -> tuple[int | torch.device, ...]:
-        """Everything that decides which q and k the mask fits, and whether there is something to say of it."""
-        return *self.sizes, *self.mask_index.shape, self.device, self.slow
-
-    @cached_property
     def keeps_causal(self) -> bool:
-        """Whether each query keeps exactly the keys up to its own index, judged by the table, whatever it was compiled from. Reads
-        the table once: for masks on a CPU."""
+        """Whether each query keeps exactly the keys up to its own index, by the table, which is read once: for masks on a CPU."""
         rows, tokens = self.grid.q_blocks, self.q_len
         if tokens != self.kv_len or (np.diff(self.mask_bounds(), prepend=0) != rows * (rows + 1) // 2).any():
             return False
@@ -190,11 +185,6 @@ class BlockMask(metaclass=_ShowsPublicNames):
         return self.block_size
 
     @property
-    def starts(self) -> None:
-        """None, because blocks start at multiples of their size. ``by_document`` has starts."""
-        return None
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all tables and tiles."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
@@ -204,8 +194,7 @@ class BlockMask(metaclass=_ShowsPublicNames):
         return [self.mask_index, *self.by_query, *self.by_key, *self.tiles]
 
     def constants(self) -> list[torch.Tensor]:
-        """``tensors()`` as constants of a compiled graph: separate tensors, without dynamic lengths, as a constant never
-        changes."""
+        """``tensors()`` as constants of a compiled graph: separate tensors, whose lengths are not dynamic."""
         return [with_fixed_lengths(t.detach()) for t in self.tensors()]
 
     @classmethod
@@ -223,8 +212,10 @@ class BlockMask(metaclass=_ShowsPublicNames):
         """The mask made on the host that has these tensors, for operators, which receive nothing else. Tables that are derived from
         that mask, and remembered launches, come with it. Without such a mask, ``from_tensors``."""
         found = _host_masks.get(tensors[1 + Table._fields.index("work")].data_ptr())
-        if found is not None and found.sizes == (q_len, kv_len, block_size) and _same_memory(found.tensors(), tensors):
-            return found
+        if found is not None and found.sizes == (q_len, kv_len, block_size):
+            pairs = zip(found.tensors(), tensors, strict=True)
+            if all(one.data_ptr() == other.data_ptr() and one.shape == other.shape for one, other in pairs):
+                return found
         return cls.from_tensors(q_len, kv_len, block_size, tensors)
 
     @outside_inference
@@ -258,8 +249,7 @@ class BlockMask(metaclass=_ShowsPublicNames):
         return None if mask.keeps_all else mask
 
     def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Every kept block of every stored mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in table
-        order."""
+        """Every kept block of every stored mask, as ``Table.entries`` gives it."""
         return self.by_query.entries()
 
     def bands(self, number: int = 0, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:
@@ -436,7 +426,3 @@ MaskLike: TypeAlias = Pattern | str | BlockMask | FlexMask
 
 # Lets torch.load read a saved mask without weights_only=False.
 torch.serialization.add_safe_globals([BlockMask, Table])
-
-
-def _same_memory(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(one.data_ptr() == other.data_ptr() and one.shape == other.shape for one, other in zip(some, others, strict=True))

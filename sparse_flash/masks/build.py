@@ -20,8 +20,7 @@ from .tiles import FULL_TILE, TilePool, dense_batches
 
 
 def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBlocks | None = None) -> BlockMask:
-    """One mask, the same for every batch and head, from kept blocks and their tiles. full: full blocks that are not among the
-    entries."""
+    """One mask, the same for every batch and head, from kept blocks and their tiles. full: full blocks beside the entries."""
     check_blocks(len(entries.rows) + (0 if full is None else full.blocks))
     full, partial, stacks = sort_entries(entries, grid.shape, pool, full)
     by_query, by_key = build_table(full, partial), build_table(full.transposed(), partial.transposed())
@@ -97,15 +96,14 @@ def from_heads(masks: list[BlockMask], batch: int, heads: int) -> BlockMask:
     digests = [mask.digest for mask in masks]
     stored = dict(zip(digests, masks, strict=True))
     numbers = {digest: number for number, digest in enumerate(stored)}
-    joined = _stack_masks([*stored.values()])
     index = torch.tensor([numbers[digest] for digest in digests], dtype=torch.int32, device="cpu").view(batch, heads)
-    return with_coarse(replace(joined, mask_index=index, coarse=None))
+    return with_coarse(_stack_masks([*stored.values()], index))
 
 
-def _stack_masks(masks: list[BlockMask]) -> BlockMask:
-    """Several stored masks in one table, with their tiles pooled. mask_index stays that of the first."""
+def _stack_masks(masks: list[BlockMask], mask_index: torch.Tensor) -> BlockMask:
+    """Several stored masks in one table, with their tiles pooled and no coarse form."""
     if len(masks) == 1:
-        return masks[0]
+        return replace(masks[0], mask_index=mask_index, coarse=None)
     pools, numbers = [], []  # for each kind: the distinct tiles, and the number among them of each tile of each mask
     for kind in range(2):
         stacked = torch.cat([m.tiles[kind] for m in masks])
@@ -127,6 +125,8 @@ def _stack_masks(masks: list[BlockMask]) -> BlockMask:
         tables.append(finish_table(torch.cat(ptr), torch.cat(split), *padded))
     return replace(
         masks[0],
+        mask_index=mask_index,
+        coarse=None,
         keeps_all=all(m.keeps_all for m in masks),
         by_query=tables[0],
         by_key=tables[1],
@@ -138,8 +138,7 @@ def _stack_masks(masks: list[BlockMask]) -> BlockMask:
 
 @outside_graphs
 def select(self: BlockMask, head: int = 0, batch: int = 0) -> BlockMask:
-    """The mask of one head of one batch entry, as a separate mask, on its device. Raises TypeError or IndexError for numbers
-    that it has not, as ``kept_keys`` does."""
+    """The mask of one head of one batch entry, on its device. Raises TypeError or IndexError for numbers that it has not."""
     (full, partial), pool = self.kept(self.stored_index(batch, head)), TilePool(self.block_size)
     numbers = _pool_tiles(self.tiles, partial.kinds, partial.tiles, pool)
     return with_coarse(from_entries(self.grid, Entries(partial.rows, partial.cols, numbers), pool, full)).to(self.device)
@@ -172,7 +171,7 @@ def transpose(self: BlockMask) -> BlockMask:
         for kind, tiles in turned_tiles.items():
             numbers[partial.kinds == kind] = tiles[partial.tiles[partial.kinds == kind]]
         single.append(from_entries(grid, Entries(partial.cols, partial.rows, numbers), pool, full.transposed()))
-    turned = replace(_stack_masks(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all)
+    turned = replace(_stack_masks(single, self.mask_index.cpu()), keeps_all=self.keeps_all)
     return with_coarse(turned).to(self.device)
 
 
@@ -182,12 +181,11 @@ def in_blocks_of(self: BlockMask, block_size: int) -> BlockMask:
     grid = BlockGrid(self.q_len, self.kv_len, block_size)
     if block_size % self.block_size:
         raise ValueError(f"block_size must be a multiple of the mask's {self.block_size}; got {block_size}")
-    pool, step = TilePool(block_size), block_size // self.block_size
-    single = []
+    pool, single = TilePool(block_size), []
     for number in range(self.masks):
-        full, entries = coarsen.merge_blocks(self.grid, self.bands(number, step), self.tile_pairs, pool)
+        full, entries = coarsen.merge_blocks(self, number, pool)
         single.append(from_entries(grid, entries, pool, full))
-    return replace(_stack_masks(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all).to(self.device)
+    return replace(_stack_masks(single, self.mask_index.cpu()), keeps_all=self.keeps_all).to(self.device)
 
 
 def take_blocks(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
@@ -217,16 +215,11 @@ def take_blocks(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMas
         numbers = np.where(last, _pool_tiles(of_last, kind * last, tile, pool), _pool_tiles(mask.tiles, kind * ~last, tile, pool))
         single.append(from_entries(grid, Entries(row, col, numbers).without_empty(), pool))
     # Nothing is derived from a rank's mask.
-    return with_coarse(replace(_stack_masks(single), mask_index=mask.mask_index, from_host=False, document_order=False))
+    return with_coarse(replace(_stack_masks(single, mask.mask_index), from_host=False, document_order=False))
 
 
 def with_coarse(mask: BlockMask) -> BlockMask:
     """The mask, plus its coarse form if kernels are predicted to be faster on that."""
-    if mask.block_size not in coarsen.SMALL_BLOCKS:
-        return mask
-    step = coarsen.KERNEL_BLOCK // mask.block_size
-    if not coarsen.is_coarse_faster(
-        mask.grid, mask.masks, (band for number in range(mask.masks) for band in mask.bands(number, step))
-    ):
+    if mask.block_size not in coarsen.SMALL_BLOCKS or not coarsen.is_coarse_faster(mask):
         return mask
     return replace(mask, coarse=in_blocks_of(mask, coarsen.KERNEL_BLOCK))

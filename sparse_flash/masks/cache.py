@@ -36,11 +36,7 @@ _ACCEPTS_ONLY_TEXT = torch.__version__ < "2.13"  # a TorchVersion, which compare
 
 
 def as_block_mask(
-    mask: MaskLike,
-    q_len: int | None = None,
-    kv_len: int | None = None,
-    block_size: int = 128,
-    device: Device | None = None,
+    mask: MaskLike, q_len: int | None = None, kv_len: int | None = None, block_size: int = 128, device: Device | None = None
 ) -> BlockMask:
     """A BlockMask from anything that stands for one. A pattern and its text are compiled for these lengths."""
     if isinstance(mask, BlockMask):
@@ -150,8 +146,7 @@ def _warn_of_another_graph(pattern: Pattern | str) -> None:
 
 
 def compile_cached(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
-    """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile it is a constant of the compiled graph; under a
-    FakeTensorMode it consists of fake tensors."""
+    """``as_block_mask`` of a pattern or its text, cached; in compiled code a constant, under a FakeTensorMode of fake tensors."""
     if not torch.compiler.is_compiling():
         mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
         keep_if_captured(mask, device)

@@ -111,8 +111,7 @@ class Chooser(Pattern):
         )
 
     def compared_features(self, content: Any) -> Any:
-        """Returns what a built-in chooser compares, made by ``choosers.features.Content``; None: the chooser defines ``scores``, or
-        a caller passes them."""
+        """Returns what a built-in chooser compares, from a ``Content``; None: it defines ``scores``, or a caller passes them."""
         return None
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
@@ -214,12 +213,12 @@ def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
 @cached_until_cleared(maxsize=256)
 def without_choosers(spec: Pattern | str) -> Pattern | str:
     """Returns what limits an expression's choosers, for calls that do not choose; of a head without choosers, its own pattern."""
-    return map_heads(spec, _drop_choosers)
 
+    def drop_choosers(choice: HeadChoice) -> Pattern:
+        patterns = [one for one in (choice.within, None if choice.choosers else choice.always) if one is not None]
+        return And.of(*patterns) if patterns else parse("full")
 
-def _drop_choosers(choice: HeadChoice) -> Pattern:
-    patterns = [one for one in (choice.within, None if choice.choosers else choice.always) if one is not None]
-    return And.of(*patterns) if patterns else parse("full")
+    return map_heads(spec, drop_choosers)
 
 
 def map_heads(spec: Pattern | str, change: Callable[[HeadChoice], Pattern]) -> Pattern | str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import TypeAlias
 
 import numpy as np
 
+from .block_mask import BlockMask
 from .costs import BLOCK as KERNEL_BLOCK
 from .costs import PORTABLE_MARGIN, Counts
 from .grid import FULL, BlockGrid, BlockRuns, concat_ranges
@@ -15,15 +14,14 @@ from .table import Entries, FullBlocks, PartialBlocks
 from .tiles import TilePool, dense_batches, unique_rows
 
 SMALL_BLOCKS = 64, 32, 16
-Decode: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]  # kinds and tiles -> (n, block, block) bool
 
 
-def is_coarse_faster(grid: BlockGrid, tables: int, bands: Iterable[tuple[FullBlocks, PartialBlocks]]) -> bool:
+def is_coarse_faster(mask: BlockMask) -> bool:
     """Whether both passes are predicted to take less time over the blocks of KERNEL_BLOCK that contain a mask's blocks, of one of
-    SMALL_BLOCKS. All blocks count as full. bands: of its ``tables``, each of whole rows of the larger blocks."""
-    wide, factor = BlockGrid(grid.q_len, grid.kv_len, KERNEL_BLOCK), KERNEL_BLOCK // grid.block_size
+    SMALL_BLOCKS. All blocks count as full."""
+    wide, factor = BlockGrid(mask.q_len, mask.kv_len, KERNEL_BLOCK), KERNEL_BLOCK // mask.block_size
     blocks = visited = 0
-    for full, partial in bands:
+    for full, partial in (band for number in range(mask.masks) for band in mask.bands(number, factor)):
         first = full.first // factor
         counts = -(-full.stop // factor) - first
         row, col = np.repeat(full.rows // factor, counts), concat_ranges(first, counts)
@@ -33,32 +31,24 @@ def is_coarse_faster(grid: BlockGrid, tables: int, bands: Iterable[tuple[FullBlo
         blocks += full.blocks + len(partial.rows)
         # Sorting is many times faster than np.unique, which hashes.
         visited += int(np.count_nonzero(np.diff(np.sort(parents), prepend=-1)))
-    own = Counts(grid.block_size, grid.q_blocks * tables, blocks)
-    coarse = Counts(KERNEL_BLOCK, wide.q_blocks * tables, visited)
-    margin = PORTABLE_MARGIN if grid.block_size < 64 else 1
+    own = Counts(mask.block_size, mask.grid.q_blocks * mask.masks, blocks)
+    coarse = Counts(KERNEL_BLOCK, wide.q_blocks * mask.masks, visited)
+    margin = PORTABLE_MARGIN if mask.block_size < 64 else 1
     return bool(blocks) and margin * coarse.both_passes_us < own.both_passes_us
 
 
-def merge_blocks(
-    grid: BlockGrid,
-    bands: Iterable[tuple[FullBlocks, PartialBlocks]],
-    decode: Decode,
-    pool: TilePool,
-) -> tuple[FullBlocks, Entries]:
-    """Merges a mask's kept blocks to the size of ``pool``: (blocks that are full in all their parts, the other blocks).
-
-    grid, bands: of the mask's table, each band of whole rows of the larger blocks. decode: kinds and tiles -> (n, block, block)
-    bool. Time is proportional to the runs of full blocks and to the other blocks.
-    """
-    wide, factor = BlockGrid(grid.q_len, grid.kv_len, pool.block), pool.block // grid.block_size
+def merge_blocks(mask: BlockMask, number: int, pool: TilePool) -> tuple[FullBlocks, Entries]:
+    """Merges a stored mask's kept blocks to the size of ``pool``: (blocks that are full in all their parts, the other blocks). Time
+    is proportional to the runs of full blocks and to the other blocks."""
+    wide, factor = BlockGrid(mask.q_len, mask.kv_len, pool.block), pool.block // mask.block_size
     runs, others = [], []
-    for full, partial in bands:
+    for full, partial in mask.bands(number, factor):
         whole = FullBlocks(wide.shape, *_covered(full, factor, wide.shape).row_runs(FULL))
         rows, cols = _find_uncovered(full, whole, factor)
         zero = np.zeros(len(rows), np.int64)
         children = PartialBlocks(*map(np.concatenate, zip((rows, cols, zero, zero), partial, strict=True)))
         runs.append(whole[1:])
-        others.append(_merge_children(children, grid.block_size, wide.kv_blocks, decode, pool))
+        others.append(_merge_children(mask, children, wide.kv_blocks, pool))
     found = FullBlocks(wide.shape, *map(np.concatenate, zip(*runs, strict=True)))
     return found, Entries.join(others)
 
@@ -77,50 +67,41 @@ def _find_uncovered(full: FullBlocks, whole: FullBlocks, factor: int) -> tuple[n
         here = BlockRuns.from_row_runs(full.shape, *full[1:], np.array(FULL))
         lines = whole.rows[:, None] * factor + np.arange(factor)
         first, stop = (bound[:, None] * factor for bound in (whole.first, whole.stop))
-        full = FullBlocks(
-            full.shape, *(here & ~BlockRuns.from_row_runs(full.shape, lines, first, stop, np.array(FULL))).row_runs(FULL)
-        )
+        inside = BlockRuns.from_row_runs(full.shape, lines, first, stop, np.array(FULL))
+        full = FullBlocks(full.shape, *(here & ~inside).row_runs(FULL))
     lengths = full.stop - full.first
     return np.repeat(full.rows, lengths), concat_ranges(full.first, lengths)
 
 
-def _merge_children(children: PartialBlocks, size: int, wide_cols: int, decode: Decode, pool: TilePool) -> Entries:
-    """The larger blocks that contain these of ``size`` tokens. children: of kind 0 too. wide_cols: larger blocks in a row."""
-    factor = pool.block // size
+def _merge_children(mask: BlockMask, children: PartialBlocks, wide_cols: int, pool: TilePool) -> Entries:
+    """The larger blocks that contain these of a mask. children: of kind 0 too. wide_cols: larger blocks in a row."""
+    factor = pool.block // mask.block_size
     parents = children.rows // factor * wide_cols + children.cols // factor
     order = np.argsort(parents, kind="stable")
     children, parents = PartialBlocks(*(axis[order] for axis in children)), parents[order]
     bounds = np.append(np.flatnonzero(np.diff(parents, prepend=-1)), len(parents))
     numbers = np.empty(len(bounds) - 1, np.int64)
     for batch in dense_batches(len(numbers), factor):
-        chosen = np.arange(batch.start, batch.stop)
+        count = batch.stop - batch.start
+        rows, cols, kind, tile = (axis[bounds[batch.start] : bounds[batch.stop]] for axis in children)
+        parent = np.repeat(np.arange(count), np.diff(bounds[batch.start : batch.stop + 1]))
+        parts = np.zeros((count, factor, factor), np.int64)
+        number = 1 + np.where(kind > 0, 2 * tile + kind, 0)  # equal for equal tiles, and for full blocks; 0 is no block
+        parts[parent, rows % factor, cols % factor] = number
         # Blocks made of the same tiles are alike, and a mask has many of them: one of each is decoded.
-        first, alike = _find_alike_parents(children, factor, bounds, chosen)
+        first, alike = unique_rows(parts.reshape(count, factor**2))
         distinct = np.empty(len(first), np.int64)
         for part in dense_batches(len(first), pool.block):
-            child, parent = _children_of(bounds, chosen[first[part]])
-            dense = np.zeros((len(first[part]), factor, factor, size, size), bool)
-            kept = decode(children.kinds[child], children.tiles[child])
-            dense[parent, children.rows[child] % factor, children.cols[child] % factor] = kept
+            dense = decode_parts(mask, parts[first[part]])
             distinct[part] = pool.add_dense(dense.swapaxes(2, 3).reshape(-1, pool.block, pool.block))
-        numbers[chosen] = distinct[alike]
+        numbers[batch] = distinct[alike]
     rows, cols = np.divmod(parents[bounds[:-1]], wide_cols)
     return Entries(rows, cols, numbers)
 
 
-def _children_of(bounds: np.ndarray, parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the children of these parents, the index of each child's parent among them). Parent p has bounds[p] .. bounds[p + 1] - 1."""
-    counts = bounds[parents + 1] - bounds[parents]
-    return concat_ranges(bounds[parents], counts), np.repeat(np.arange(len(parents)), counts)
-
-
-def _find_alike_parents(
-    children: PartialBlocks, factor: int, bounds: np.ndarray, parents: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """``unique_rows`` of the parents by the tiles of their children."""
-    child, parent = _children_of(bounds, parents)
-    tile_at = np.zeros((len(parents), factor, factor), np.int64)
-    kind, tile = children.kinds[child], children.tiles[child]
-    number = 1 + np.where(kind > 0, 2 * tile + kind, 0)  # equal for equal tiles, and for full blocks; 0 is no block
-    tile_at[parent, children.rows[child] % factor, children.cols[child] % factor] = number
-    return unique_rows(tile_at.reshape(len(parents), factor**2))
+def decode_parts(mask: BlockMask, parts: np.ndarray) -> np.ndarray:
+    """(*parts.shape, block, block) bool. parts: 0 for a block that keeps nothing, 1 for a full one, else 1 + kind + 2 * tile."""
+    pairs = np.zeros((*parts.shape, mask.block_size, mask.block_size), bool)
+    some = parts[parts > 0]
+    pairs[parts > 0] = mask.tile_pairs(np.where(some > 1, 1 + some % 2, 0), np.maximum(some - 2, 0) // 2)
+    return pairs

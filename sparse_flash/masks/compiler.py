@@ -71,8 +71,7 @@ def compile_mask(
 
 
 def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: Device) -> BlockMask:
-    """``compile_mask`` for sequences of up to these lengths, as of a cache or of packed documents: a pattern that names a number of
-    tokens may name any."""
+    """``compile_mask`` for sequences of up to these lengths (a cache, documents): a pattern may name any number of tokens."""
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     try:
         return _compile_entries(pattern, BlockGrid(q_len, kv_len, block_size), None).to(device)
@@ -192,7 +191,9 @@ class _Compilation:
         if _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
             evaluate, signature = self.tiles_from_tokens, _alike_keys(rule, self.grid, rows, cols)
         else:
-            evaluate, signature = self.tiles_from_runs, self.run_signature(rule, rows, cols) if _has_ordered_runs(rule) else None
+            # In order: no start and no end of a run decreases from one query to the next.
+            ordered = all(isinstance(leaf, RunPattern) and leaf.ordered_runs for leaf in rule.leaves())
+            evaluate, signature = self.tiles_from_runs, self.run_signature(rule, rows, cols) if ordered else None
         if signature is None:
             return evaluate(rule, rows, cols)
         first, alike = unique_rows(np.column_stack([signature, self.grid.heights(rows), self.grid.widths(cols)]))
@@ -238,7 +239,13 @@ class _Compilation:
             first, stop = (np.ascontiguousarray(bound.swapaxes(1, 2)) for bound in runs)
             for blocks, numbers in self.pick_touching_runs(first, stop, row[chosen] - low, cols[chosen]):
                 part = chosen[blocks]
-                tiles[part] = self.tiles_from_picked_runs(rule, rows[part], cols[part], first[numbers], stop[numbers])
+                picked = first[numbers], stop[numbers]
+                if picked[0].shape[1] > self.grid.block_size // 4:
+                    tiles[part] = self.tiles_from_tokens(rule, rows[part], cols[part])
+                    continue
+                for bound in picked:
+                    bound -= cols[part, None, None] * self.grid.block_size
+                tiles[part] = self.pool_runs(self.clip_runs(rows[part], cols[part], *picked))
         return tiles
 
     def pick_touching_runs(
@@ -257,17 +264,6 @@ class _Compilation:
         step = max(1, _BATCH_NUMBERS // (size * width))
         for part in (slice(low, low + step) for low in range(0, len(cols), step)):
             yield part, (row[part, None], picked[part])
-
-    def tiles_from_picked_runs(
-        self, rule: Pattern, rows: np.ndarray, cols: np.ndarray, first: np.ndarray, stop: np.ndarray
-    ) -> np.ndarray:
-        """The tiles of these blocks from all runs that touch them, (blocks, runs, block), which are changed in place."""
-        size = self.grid.block_size
-        if first.shape[1] > size // 4:
-            return self.tiles_from_tokens(rule, rows, cols)
-        for bound in (first, stop):
-            bound -= cols[:, None, None] * size
-        return self.pool_runs(self.clip_runs(rows, cols, first, stop))
 
     def pool_runs(self, packed: np.ndarray) -> np.ndarray:
         """Tile numbers of packed runs (n, runs, block)."""
@@ -340,11 +336,6 @@ def _alike_keys(rule: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarr
     keys = [leaf.alike(grid, rows, cols) for leaf in rule.leaves()]
     known = [one for one in keys if one is not None]
     return np.column_stack(known) if len(known) == len(keys) else None
-
-
-def _has_ordered_runs(rule: Pattern) -> bool:
-    """Whether no start and no end of ``_row_runs`` decreases from one query to the next."""
-    return all(isinstance(leaf, RunPattern) and leaf.ordered_runs for leaf in rule.leaves())
 
 
 def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS) -> Runs | None:

@@ -94,8 +94,7 @@ def _block_times(portable: bool, backward: bool, block_size: int, head_dims: tup
 
 
 def pass_us(counts: Counts, backward: bool, portable: bool, heads: int, head_dims: tuple[int, int]) -> float | None:
-    """Returns the rough microseconds of a pass of an eager call; None if they are not known. heads: of all sequences. head_dims:
-    of q and v."""
+    """Returns the rough microseconds of an eager call's pass, if known. heads: of all sequences. head_dims: of q and v."""
     times = _block_times(portable, backward, counts.block_size, head_dims)
     if times is None:
         return None

@@ -11,6 +11,7 @@ import torch
 
 from .block_mask import BlockMask
 from .costs import BLOCK, Counts
+from .fields import BEYOND
 from .grid import concat_ranges
 from .table import MOST_DERIVED, ROW, Entries, KernelTables, Table, build_table, sort_entries
 from .tiles import FULL_TILE, TilePool, dense_batches, pack_runs, unpack_runs
@@ -26,10 +27,9 @@ def document_tables(
     """Both tables of a mask of as many queries as keys, in blocks that start where documents start.
 
     starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. No row is
-    split. Unlike in other tables, ``col_idx`` and field 0 of a work item are not the number of a block but its start. Field 5 is
-    how many blocks have tokens. Field 6 is what to add to a token of the row's document for its position on an axis of whole
-    blocks. Field 7 is where the row's tokens end. Items of blocks without tokens, for which a table made on a device has room,
-    come last.
+    split. ``col_idx`` and field 0 of a work item are not the number of a block, as elsewhere, but its start. Field 5 is how many
+    blocks have tokens. Field 6 is what to add to a token of the row's document for its position on an axis of whole blocks. Field 7
+    is where the row's tokens end. Items of blocks without tokens, for which tables made on a device have room, come last.
     """
     return KernelTables(BLOCK, BLOCK, mask_index, by_query, by_key, tiles, starts, document_order=True)
 
@@ -51,7 +51,7 @@ def document_blocks(mask: BlockMask) -> KernelTables | None:
     document = np.repeat(np.arange(len(tokens)), blocks)
     first_block = np.cumsum(blocks) - blocks
     starts = np.append(first_token[document] + concat_ranges(np.zeros_like(blocks), blocks) * BLOCK, here.q_len)
-    entries, pool = _entries(*runs, starts, first_token[document], first_block[document])
+    entries, pool = entries_of_runs(*runs, starts, first_token[document], first_block[document])
     _, _, kinds, _ = here.entries()
     if _LEAST_GAIN * _estimate_time(entries.tiles != FULL_TILE, len(document)) > _estimate_time(kinds > 0, here.grid.q_blocks):
         return None
@@ -140,17 +140,17 @@ def _documents(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
     return np.append(0, token[starts])
 
 
-def _entries(
+def entries_of_runs(
     first: np.ndarray, stop: np.ndarray, starts: np.ndarray, first_token: np.ndarray, first_block: np.ndarray
 ) -> tuple[Entries, TilePool]:
-    """The kept blocks of runs, first .. stop - 1 for each query, and their tiles. first_token, first_block: of each block's
-    document."""
+    """The kept blocks of runs, first .. stop - 1 for each query, and their tiles. starts: (blocks + 1,), the token with which each
+    block starts. first_token, first_block: of each block's document."""
     rows = len(first_token)
     query = starts[:-1, None] + np.arange(BLOCK)
     exists = query < starts[1:, None]
     query = np.minimum(query, len(first) - 1)
     keeps = exists & (stop > first)[query]
-    first_of_any, stop_of_all = (np.where(keeps, bound[query], len(first)).min(1) for bound in (first, stop))
+    first_of_any, stop_of_all = (np.where(keeps, bound[query], BEYOND).min(1) for bound in (first, stop))
     first_of_all, stop_of_any = (np.where(keeps, bound[query], 0).max(1) for bound in (first, stop))
     row_keeps = keeps.any(1)
     begin = np.where(row_keeps, first_of_any - first_token, 0) // BLOCK

@@ -40,34 +40,22 @@ Factors: TypeAlias = Annotated[int, Range(0, 62)]  # how many powers of two
 Share: TypeAlias = Annotated[float, Range(0, 1)]
 
 
-Form: TypeAlias = Literal["integer", "integers", "share"]
-
-
 class Limit(NamedTuple):
     """The values that one field of a pattern takes. optional: None too."""
 
     field: str
-    form: Form
+    form: Literal["integer", "integers", "share"]
     least: int
     most: int
     optional: bool
 
 
 @constant_in_graphs
-def limits_of(cls: type) -> tuple[str, tuple[Limit, ...]]:
-    """(the pattern's name in messages, the limits of those fields that have some)."""
-    return vars(cls).get("name") or cls.__qualname__, tuple(limit for limit in _find_limits(cls) if limit is not None)
-
-
-@constant_in_graphs
-def have_all_limits(cls: type) -> bool:
-    """Whether the type of each field of a pattern's class says which values it takes."""
-    return None not in _find_limits(cls)
-
-
 @cached_until_cleared(maxsize=256)
-def _find_limits(cls: type) -> tuple[Limit | None, ...]:
-    return tuple(_limit_of(field.name, field.type) for field in dataclasses.fields(cls))
+def limits_of(cls: type) -> tuple[str, tuple[Limit, ...], bool]:
+    """(the pattern's name in messages, the limits of those fields that have some, whether all have)."""
+    limits = [_limit_of(field.name, field.type) for field in dataclasses.fields(cls)]
+    return vars(cls).get("name") or cls.__qualname__, tuple(filter(None, limits)), None not in limits
 
 
 def _limit_of(
@@ -86,13 +74,14 @@ def _limit_of(
     return Limit(field, "share" if inner[0] is float else form, ranges[0].least, ranges[0].most, optional) if ranges else None
 
 
-def check_fields(pattern: object) -> None:
-    """Checks the fields that have limits, and sets them to Python's own numbers. Raises ValueError."""
-    name, limits = limits_of(type(pattern))
+def check_fields(pattern: object) -> bool:
+    """Checks the fields that have limits, and sets them to Python's own numbers. Returns whether all have. Raises ValueError."""
+    name, limits, all_limited = limits_of(type(pattern))
     for limit in limits:
         value = getattr(pattern, limit.field)
         if value is not None or not limit.optional:
             set_fields(pattern, **{limit.field: _check_value(name, value, limit)})
+    return all_limited
 
 
 def set_fields(pattern: object, /, **values: Any) -> None:
@@ -109,18 +98,14 @@ def _check_value(pattern: str, value: object, limit: Limit) -> Any:
             raise ValueError(f"{pattern}: {limit.field} must be a number, 0 < {limit.field} <= 1; got {value!r}")
         return share
     if limit.form == "integers":
-        return _integers(pattern, limit, value)
+        values = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(values, (tuple, list)):
+            raise ValueError(f"{pattern}: {limit.field} must be a sequence of integers; got {values!r}")
+        return tuple(positive_int(pattern, f"{limit.field}[{k}]", one, limit.least) for k, one in enumerate(values))
     if (limit.optional or limit.most < BEYOND) and isinstance(value, (int, np.integer)) and value > limit.most:
         way_out = "; None is no limit" if limit.optional else ""
         raise ValueError(f"{pattern}: {limit.field} must be at most {limit.most}; got {value}{way_out}")
     return positive_int(pattern, limit.field, value, limit.least)
-
-
-def _integers(pattern: str, limit: Limit, values: object) -> tuple[int, ...]:
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, (tuple, list)):
-        raise ValueError(f"{pattern}: {limit.field} must be a sequence of integers; got {values!r}")
-    return tuple(positive_int(pattern, f"{limit.field}[{k}]", value, limit.least) for k, value in enumerate(values))
 
 
 def positive_int(pattern: str, name: str, value: object, least: int = 1) -> int:

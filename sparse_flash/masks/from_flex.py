@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -42,7 +42,13 @@ def from_flex(mask: FlexMask) -> BlockMask:
     """
     if keeps_listed_blocks(mask):
         return _from_listed_blocks(mask)
-    grid = grid_of(mask)
+    if not isinstance(mask, FlexMask):
+        got = f"{type(mask).__module__}.{type(mask).__qualname__}"
+        raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {got}")
+    q_block, kv_block = mask.BLOCK_SIZE
+    if q_block != kv_block:
+        raise ValueError(f"from_flex needs square blocks; got BLOCK_SIZE={(q_block, kv_block)}; pass one number as BLOCK_SIZE")
+    grid = BlockGrid(*mask.seq_lengths, q_block)
     pool = TilePool(grid.block_size)
     batch, heads = mask.kv_num_blocks.shape[:2]
     masks = [from_entries(grid, _entries_of_head(mask, grid, b, h, pool), pool) for b in range(batch) for h in range(heads)]
@@ -128,31 +134,21 @@ def _from_listed_blocks(mask: FlexMask) -> BlockMask:
     return from_block_maps(blocks, grid, dense_mask(grid, blocks.device))
 
 
-def grid_of(mask: FlexMask) -> BlockGrid:
-    """Raises TypeError unless this is a FlexAttention mask, ValueError for blocks that this library's tables do not support."""
-    if not isinstance(mask, FlexMask):
-        got = f"{type(mask).__module__}.{type(mask).__qualname__}"
-        raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {got}")
-    q_block, kv_block = mask.BLOCK_SIZE
-    if q_block != kv_block:
-        raise ValueError(f"from_flex needs square blocks; got BLOCK_SIZE={(q_block, kv_block)}; pass one number as BLOCK_SIZE")
-    return BlockGrid(*mask.seq_lengths, q_block)
-
-
 def _entries_of_head(mask: FlexMask, grid: BlockGrid, b: int, h: int, pool: TilePool) -> Entries:
-    """The kept blocks of a batch entry's head. Blocks of which the token rule keeps nothing are left out, and those it keeps
-    entirely are full."""
+    """The kept blocks of a batch entry's head: none of which the token rule keeps nothing, full ones where it keeps all."""
     size, parts = grid.block_size, []
     for mask_mod, counts, indices in (
         (mask.mask_mod, mask.kv_num_blocks, mask.kv_indices),
-        (None, mask.full_kv_num_blocks, mask.full_kv_indices),
+        (noop_mask, mask.full_kv_num_blocks, mask.full_kv_indices),
     ):
         if counts is None or indices is None:
             continue
-        rows, cols = _read_listed(counts[b, h], indices[b, h])
+        listed = torch.arange(indices.shape[3], device=indices.device) < counts[b, h, :, None]
+        rows = listed.nonzero()[:, 0].cpu().numpy().astype(np.int64)
+        cols = indices[b, h][listed].cpu().numpy().astype(np.int64)
         cut = (grid.heights(rows) < size) | (grid.widths(cols) < size)
         tiles = np.full(len(rows), FULL_TILE, np.int64)
-        looked_at = np.flatnonzero(cut) if mask_mod is None else np.arange(len(rows))
+        looked_at = np.flatnonzero(cut) if mask_mod is noop_mask else np.arange(len(rows))
         tiles_of = _Rule(mask_mod, grid, indices.device, pool)
         for part in dense_batches(len(looked_at), size):
             chosen = looked_at[part]
@@ -161,35 +157,26 @@ def _entries_of_head(mask: FlexMask, grid: BlockGrid, b: int, h: int, pool: Tile
     return Entries.join(parts).without_empty()
 
 
-def _read_listed(count: torch.Tensor, indices: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The (row, col) of the first count[r] blocks listed by each row r."""
-    listed = torch.arange(indices.shape[1], device=indices.device) < count[:, None]
-    rows = listed.nonzero()[:, 0].cpu().numpy().astype(np.int64)
-    return rows, indices[listed].cpu().numpy().astype(np.int64)
-
-
 class _Rule:
-    """Tiles from a FlexAttention mask function, (b, h, q_idx, kv_idx) of integer tensors -> bool; whole blocks if it is None."""
+    """Tiles from a FlexAttention mask function, (b, h, q_idx, kv_idx) of integer tensors -> bool."""
 
-    def __init__(self, mask_mod: MaskFunction | None, grid: BlockGrid, device: torch.device, pool: TilePool):
+    def __init__(self, mask_mod: MaskFunction, grid: BlockGrid, device: torch.device, pool: TilePool):
         self.mask_mod, self.grid, self.device, self.pool = mask_mod, grid, device, pool
         self.within = torch.arange(grid.block_size, device=device)
-        if mask_mod is not None:
-            by_token = torch.vmap(self.checked, (None, None, None, 0))
-            self.by_tile = torch.vmap(torch.vmap(by_token, (None, None, 0, None)), (None, None, 0, 0))
+        by_token = torch.vmap(self.checked, (None, None, None, 0))
+        self.by_tile = torch.vmap(torch.vmap(by_token, (None, None, 0, None)), (None, None, 0, 0))
 
     def checked(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        mask_mod = cast(MaskFunction, self.mask_mod)  # called only if there is one
         try:
-            kept = mask_mod(b, h, q, kv)
+            kept = self.mask_mod(b, h, q, kv)
         except RuntimeError as error:
             raise ValueError(
-                f"a mask function must work on index tensors; {_name(mask_mod)} raised: {str(error).splitlines()[0]} (write "
+                f"a mask function must work on index tensors; {_name(self.mask_mod)} raised: {str(error).splitlines()[0]} (write "
                 "& | ~ and torch.where instead of and, or, not and if)"
             ) from error
         if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool:
             got = kept.dtype if isinstance(kept, torch.Tensor) else type(kept).__name__
-            raise TypeError(f"a mask function must return a bool tensor; {_name(mask_mod)} returned {got}; compare indices")
+            raise TypeError(f"a mask function must return a bool tensor; {_name(self.mask_mod)} returned {got}; compare indices")
         return kept
 
     def __call__(self, b: int, h: int, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
@@ -197,10 +184,9 @@ class _Rule:
         grid, size = self.grid, self.grid.block_size
         q, kv = (torch.from_numpy(blocks).to(self.device)[:, None] * size + self.within for blocks in (rows, cols))
         kept = (q < grid.q_len)[:, :, None] & (kv < grid.kv_len)[:, None, :]
-        if self.mask_mod is not None:
-            batch, head = (torch.tensor(number, device=self.device) for number in (b, h))
-            # Rules look up numbers by position, and there are none past the end.
-            kept &= self.by_tile(batch, head, q.clamp(max=grid.q_len - 1), kv.clamp(max=grid.kv_len - 1))
+        batch, head = (torch.tensor(number, device=self.device) for number in (b, h))
+        # Rules look up numbers by position, and there are none past the end.
+        kept &= self.by_tile(batch, head, q.clamp(max=grid.q_len - 1), kv.clamp(max=grid.kv_len - 1))
         flat = kept.flatten(1)
         whole, some = flat.all(1), flat.any(1)
         tiles = torch.where(whole, FULL_TILE, EMPTY_TILE).cpu().numpy()

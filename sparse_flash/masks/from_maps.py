@@ -35,22 +35,11 @@ def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> B
             "number; use a larger block_size, or fewer heads at a time"
         )
     if torch.compiler.is_compiling():
-        both = select_tables(maps.flatten(0, 1), [*within.by_query, *within.by_key], grid.kv_blocks)
-        by_query, by_key = Table(*both[: len(both) // 2]), Table(*both[len(both) // 2 :])
+        tables = select_tables(maps.flatten(0, 1), [*within.by_query, *within.by_key], grid.kv_blocks)
     else:
-        by_query, by_key = _select_both(maps.flatten(0, 1), within.by_query, within.by_key, grid.shape, within)
+        tables = _select_both(maps.flatten(0, 1), within.by_query, within.by_key, grid.shape, within)
     index = _number_masks if is_recorded(maps.device) else _lasting_numbers
-    mask = BlockMask(
-        q_len=grid.q_len,
-        kv_len=grid.kv_len,
-        block_size=grid.block_size,
-        keeps_all=False,
-        mask_index=index(batch, heads, maps.device),
-        by_query=by_query,
-        by_key=by_key,
-        tile_runs=within.tile_runs,
-        tile_bits=within.tile_bits,
-    )
+    mask = BlockMask.from_tensors(*within.sizes, [index(batch, heads, maps.device), *tables, *within.tiles])
     vars(mask)["selected_from"] = within
     return mask
 
@@ -68,12 +57,10 @@ def select_tables(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int
     """The tensors of both tables of the entries that each map keeps, for compiled graphs. One operator, so that a graph computes
     what an eager call does, instead of thirty operations that a compiler fuses anew.
 
-    maps: (masks, q_blocks, kv_blocks) bool, or int32 of bits. within: the tensors of one mask's two tables, which list all of its
-    entries.
+    maps: (masks, q_blocks, kv_blocks) bool, or int32 of bits. within: the tensors of one mask's two tables.
     """
     by_query, by_key = Table(*within[: len(within) // 2]), Table(*within[len(within) // 2 :])
-    tables = _select_both(maps, by_query, by_key, (maps.shape[1], kv_blocks))
-    tensors = [tensor for table in tables for tensor in table]
+    tensors = _select_both(maps, by_query, by_key, (maps.shape[1], kv_blocks))
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     # The results of an operator must not share memory.
     return [tensor.clone() if memory.count(at) > 1 else tensor for tensor, at in zip(tensors, memory, strict=True)]
@@ -92,11 +79,13 @@ def _(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int) -> list[to
 
 def _select_both(
     maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], within: BlockMask | None = None
-) -> list[Table]:
-    """within: see ``select_by_kernel``."""
+) -> list[torch.Tensor]:
+    """The tensors of both tables. within: see ``select_by_kernel``."""
     if can_launch_kernel(maps):
-        return select_by_kernel(maps.contiguous(), by_query, by_key, shape, _entry_capacity(maps, by_query), within)
-    return select_in_torch(maps, by_query, by_key, shape)
+        tables = select_by_kernel(maps.contiguous(), by_query, by_key, shape, _entry_capacity(maps, by_query), within)
+    else:
+        tables = select_in_torch(maps, by_query, by_key, shape)
+    return [tensor for table in tables for tensor in table]
 
 
 def _entry_capacity(maps: torch.Tensor, within: Table) -> int:
@@ -123,17 +112,10 @@ def _build_dense_mask(grid: BlockGrid, device: torch.device) -> BlockMask:
     widths = [cut_col or size, size, cut_col or size]
     token = arange_int32(size, device)
     runs = [(token < h).to(torch.int32) * (w << 16) for h, w in zip(heights, widths, strict=True)]
-    return BlockMask(
-        q_len=grid.q_len,
-        kv_len=grid.kv_len,
-        block_size=size,
-        keeps_all=True,
-        mask_index=torch.zeros((1, 1), dtype=torch.int32, device=device),
-        by_query=build_dense_table(tile, cut_row > 0, cut_col > 0),
-        by_key=build_dense_table(tile.T, cut_col > 0, cut_row > 0),
-        tile_runs=torch.stack(runs),
-        tile_bits=torch.zeros((2, size, -(-size // 32)), dtype=torch.int32, device=device),
-    )
+    by_query, by_key = build_dense_table(tile, cut_row > 0, cut_col > 0), build_dense_table(tile.T, cut_col > 0, cut_row > 0)
+    mask_index, tile_bits = (tile.new_zeros(shape) for shape in ((1, 1), (2, size, -(-size // 32))))
+    tensors = [mask_index, *by_query, *by_key, torch.stack(runs), tile_bits]
+    return BlockMask.from_tensors(grid.q_len, grid.kv_len, size, tensors, keeps_all=True)
 
 
 _cached_dense_mask = cached_until_cleared(maxsize=16)(_build_dense_mask)
@@ -142,8 +124,7 @@ _cached_dense_mask = cached_until_cleared(maxsize=16)(_build_dense_mask)
 def map_from_lists(
     indices: torch.Tensor, counts: torch.Tensor, shape: tuple[int, int], names: tuple[str, str] = ("kv_indices", "kv_counts")
 ) -> torch.Tensor:
-    """The block map of lists, (batch | 1, heads | 1, *shape) bool; see ``from_lists``. shape: (q_blocks, kv_blocks). names: what
-    errors call the two tensors."""
+    """The block map of lists, (batch | 1, heads | 1, *shape) bool; see ``from_lists``. names: what errors call the two tensors."""
     check_integers(names, indices, counts)
     if indices.dim() not in (2, 4) or counts.shape != indices.shape[:-1] or counts.shape[-1] != shape[0]:
         raise ValueError(

@@ -10,11 +10,7 @@ from typing import Any, TypeVar, cast
 FUNCTION = TypeVar("FUNCTION", bound=Callable[..., Any])
 
 _ways_to_clear: list[Callable[[], None]] = []
-
-
-def register_clear(clear: Callable[[], None]) -> None:
-    """Registers a function for ``clear`` to call."""
-    _ways_to_clear.append(clear)
+register_clear = _ways_to_clear.append
 
 
 def cached_until_cleared(maxsize: int) -> Callable[[FUNCTION], FUNCTION]:

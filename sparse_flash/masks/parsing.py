@@ -37,8 +37,7 @@ Pattern.from_spec = staticmethod(parse)
 
 
 def split_at_layout(text: object) -> tuple[str, ...]:
-    """What stands before, between and after the word layout in spec text, which stands for a VideoLayout. Raises ValueError for a
-    mask without that word."""
+    """What stands before, between and after the word layout in spec text. Raises ValueError for a mask without that word."""
     pieces = tuple(_LAYOUT_WORD.split(text)) if isinstance(text, str) else ()
     if len(pieces) < 2:
         raise ValueError(f"spec must say where the layout of the video goes, as 'tile_window(layout, (3, 3, 3))'; got {text!r}")
@@ -55,8 +54,7 @@ def fill_layout(text: Any, layout: Pattern | None) -> Any:
 @constant_in_graphs
 @cached_until_cleared(maxsize=256)
 def text_of(pattern: Pattern | str) -> str | None:
-    """The spec text that reads back as this pattern; None if some part of it is not registered. Raises ``SpecError`` for text that
-    cannot be read."""
+    """The spec text that reads back as this pattern; None if part of it is not registered. Raises ``SpecError`` for other text."""
     if isinstance(pattern, str):
         return parse(pattern).to_spec()
     try:

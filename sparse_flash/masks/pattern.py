@@ -17,7 +17,7 @@ import numpy as np
 
 from ..compat.constants import constant_in_graphs
 from . import spec
-from .fields import check_fields, have_all_limits, set_fields
+from .fields import check_fields, set_fields
 from .grid import BlockGrid, BlockRuns, SparseMatrix
 
 # The starts and the ends of runs of keys.
@@ -61,8 +61,7 @@ class Pattern:
             cls.__eq__ = _equal  # type: ignore[method-assign,assignment]  # a dataclass keeps the one that it finds
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if not have_all_limits(type(self)):
+        if not check_fields(self):
             _check_hashable(self)
 
     @property
@@ -87,8 +86,7 @@ class Pattern:
         return None
 
     def alike(self, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
-        """Keys of these blocks, (blocks, numbers) integers, or None: of the blocks with one key, which keep the same pairs, one is
-        evaluated."""
+        """Keys of these blocks, (blocks, numbers) integers, or None. Blocks with one key keep the same pairs: one is evaluated."""
         return None
 
     def row_runs(self, q: np.ndarray) -> Runs | None:
@@ -390,9 +388,8 @@ class _Composite(_Expression):
 
 
 def layout_of(*patterns: Pattern) -> Any:
-    """The VideoLayout of the patterns in these expressions, itself a pattern of all keys but padding; None if there is none. Raises
-    ValueError for several. ``| ~``, ``per_head`` and ``per_batch`` put it before what would keep padding, as no query is to see
-    any."""
+    """The VideoLayout of the patterns in these expressions, itself a pattern of all keys but padding, or None. Raises ValueError
+    for several. ``| ~``, ``per_head`` and ``per_batch`` put it before what would keep padding, as no query is to see any."""
     found = (getattr(leaf, "layout", None) for one in patterns for leaf in one.leaves())
     layouts = [one for one in found if isinstance(one, Pattern) and one.hides_padding]
     if any(one != layouts[0] for one in layouts):

@@ -29,7 +29,7 @@ def block_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
     """The states that ``block_rule`` gives; all blocks are partial if it gives none. Raises ValueError for another form."""
     given = pattern.block_rule(grid)
     if given is None:
-        return BlockRuns.constant(grid.shape, PARTIAL)
+        return BlockRuns(grid.shape, np.zeros(1, np.int64), np.full(1, PARTIAL, np.int8))
     states = BlockRuns.from_sparse(given) if scipy.sparse.issparse(given) else given
     if not isinstance(states, BlockRuns) or states.shape != grid.shape:
         got = type(given).__name__ + (f" of shape {given.shape}" if hasattr(given, "shape") else "")
@@ -57,8 +57,7 @@ class RunPattern(Pattern):
         return kept
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
-        """Run by run: some query of a block row reaches from the least first to the greatest stop; all queries reach from the
-        greatest first to the least stop."""
+        """Run by run: some query of a row reaches from the least first to the greatest stop, all from the greatest to the least."""
         runs = self._count_runs(grid.offset)
         pieces = []
         for rows in _row_chunks(grid, runs * (2 if self.ordered_runs else grid.block_size)):
@@ -106,8 +105,7 @@ def _row_chunks(grid: BlockGrid, numbers_per_row: int) -> Iterator[np.ndarray]:
 def _round_to_blocks(grid: BlockGrid, rows: np.ndarray, first: np.ndarray, stop: np.ndarray, state: int) -> _RowRuns:
     """Runs of blocks (row, first, stop, state) from runs of tokens, one or more per block row.
 
-    rows: (rows,) block rows. first, stop: (rows, runs) key positions. state: PARTIAL includes every block that a run touches, FULL
-    those it covers.
+    rows: (rows,). first, stop: (rows, runs) key positions. state: PARTIAL takes blocks that a run touches, FULL those it covers.
     """
     size = grid.block_size
     first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
@@ -340,8 +338,7 @@ class Moved(Pattern):
 
 
 def move_pattern(pattern: Pattern, by: int) -> Pattern:
-    """The expression with position 0 at position ``by``, negative or not. As tables are cached, it is equal for as many ``by`` as
-    possible."""
+    """The expression with position 0 at position ``by``, negative or not; equal for many ``by``, as tables are cached."""
 
     def change(leaf: Pattern) -> Pattern:
         rest = abs(by) % leaf.shift_period * (1 if by > 0 else -1) if leaf.shift_period else by

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from typing import TypeAlias
 
@@ -12,13 +11,13 @@ from ..compat.pytorch import is_plain_eager
 from ..kernels.common.streams import current_gpu
 from .table import SPLIT_FIELDS, Table, build_split_work, most_splits, split_limits, work_of_whole_rows
 
+_HAS_TRITON = find_spec("triton") is not None
 RowArrays: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def select_in_torch(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int]) -> list[Table]:
-    """The tables by_query and by_key of the entries of one mask's tables that each map keeps, in operations whose shapes do not
-    depend on the maps' contents. maps: (masks, q_blocks, kv_blocks) bool, or (masks, q_blocks, ceil(kv_blocks / 32)) int32 of bits.
-    shape: of the grid."""
+    """The tables by_query and by_key of the entries of one mask's tables that each map keeps, in operations of fixed shapes. maps:
+    (masks, q_blocks, kv_blocks) bool, or (masks, q_blocks, ceil(kv_blocks / 32)) int32 of bits. shape: of the grid."""
     if maps.dtype != torch.bool:
         maps = ((maps[..., None] >> arange_int32(32, maps.device)) & 1).flatten(-2)[..., : shape[1]].bool()
     rows, entries = _select_entries(maps, by_query)
@@ -75,12 +74,7 @@ def can_launch_kernel(tensor: torch.Tensor) -> bool:
     device = tensor.device
     if device.type != "cuda" or not is_plain_eager(tensor):
         return False
-    return device.index == current_gpu() and _has_triton()  # type: ignore[misc]  # None only in builds without GPUs
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return device.index == current_gpu() and _HAS_TRITON  # type: ignore[misc]  # None only in builds without GPUs
 
 
 def build_dense_table(tile: torch.Tensor, cut_row: bool, cut_col: bool) -> Table:

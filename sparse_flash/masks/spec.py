@@ -57,9 +57,8 @@ def write_value(value: object) -> str:
     if hasattr(value, "to_spec"):
         return value.to_spec()
     if isinstance(value, tuple):
-        if any(
-            type(one) is not int and hasattr(one, "to_spec") for one in value
-        ):  # parentheses around an expression would be read as part of it
+        # Parentheses around an expression would be read as part of it.
+        if any(type(one) is not int and hasattr(one, "to_spec") for one in value):
             return f"[{', '.join(map(write_value, value))}]"
         return f"({', '.join(map(write_value, value))}{',' if len(value) == 1 else ''})"
     if value is None or type(value) in (bool, float, str):

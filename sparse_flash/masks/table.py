@@ -187,8 +187,7 @@ class FullBlocks(NamedTuple):
 
 
 class PartialBlocks(NamedTuple):
-    """The other blocks, (blocks,) int32 each, ordered by row, kind and column. kinds: 1 run tile, 2 bit tile. tiles: the number
-    among tiles of its kind."""
+    """The other blocks, (blocks,) int32 each, by row, kind and column. kinds: 1 run tile, 2 bit tile. tiles: numbers of a kind."""
 
     rows: np.ndarray
     cols: np.ndarray
@@ -203,8 +202,7 @@ class PartialBlocks(NamedTuple):
 def sort_entries(
     entries: Entries, shape: tuple[int, int], pool: TilePool, full: FullBlocks | None = None
 ) -> tuple[FullBlocks, PartialBlocks, list[torch.Tensor]]:
-    """One mask's entries as ``build_table`` expects them, and its run and bit tiles. shape: of the grid of blocks. full: full
-    blocks that are not among the entries."""
+    """One mask's entries as ``build_table`` expects them, and its run and bit tiles. full: full blocks beside the entries."""
     rows, cols, tiles = (axis.astype(np.int32, copy=False) for axis in entries)
     is_full = tiles == FULL_TILE
     if full is None:
@@ -292,8 +290,7 @@ def bands_of(table: Table, mask: int, cols: int, step: int = 1) -> Iterator[tupl
 
 
 def _stable_order(numbers: np.ndarray) -> np.ndarray:
-    """The permutation that stably sorts numbers, (n,) integers from 0 to 2^31 - 1. NumPy sorts 16-bit numbers in linear time, but
-    not 32-bit ones."""
+    """The permutation that stably sorts (n,) integers, 0 to 2^31 - 1. NumPy sorts 16-bit ones in linear time, 32-bit ones not."""
     order = np.argsort((numbers & 0xFFFF).astype(np.uint16), kind="stable")
     high = (numbers >> 16).astype(np.uint16)
     return order[np.argsort(high[order], kind="stable")] if high.any() else order

@@ -68,8 +68,7 @@ def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TilePool:
-    """Collects tiles of ``block`` x ``block`` pairs, each distinct one once, and numbers them in order of arrival. queries: rows of
-    a tile, if not ``block``."""
+    """Collects tiles of ``block`` x ``block`` pairs, equal ones once, and numbers them as they come. queries: rows, if others."""
 
     def __init__(self, block: int, queries: int | None = None):
         self.block, self.queries = block, queries or block
@@ -94,7 +93,7 @@ class TilePool:
     def add_dense(self, kept: np.ndarray) -> np.ndarray:
         """Tiles (n, block, block) bool -> tile numbers as in ``add_runs``; those with one run per row become run tiles."""
         words = pack_bits(kept)
-        unique, inverse = unique_rows(words.reshape(len(words), -1))
+        unique, inverse = unique_rows(words.reshape(len(words), self.queries * words.shape[2]))
         tiles = kept[unique]
         rises = (tiles[:, :, 1:] & ~tiles[:, :, :-1]).sum(2) + tiles[:, :, 0]
         single = (rises <= 1).all(1)

@@ -33,7 +33,7 @@ from ..masks.memory import cached_until_cleared
 from ..masks.pattern import short_text
 from ..masks.select_blocks import build_work
 from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, most_splits
-from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
+from ..masks.tiles import FULL_TILE, TilePool, dense_batches
 from . import gather_rows
 
 BLOCK = 128
@@ -99,8 +99,7 @@ class PackPlan(NamedTuple):
 
 
 def read_sizes(queries: PackedDocuments, keys: PackedDocuments | None) -> tuple[_Starts, tuple[int, int, int, int, bool]]:
-    """(cu_seqlens of queries and of keys, the first fields of a ``PackPlan``). keys: None if they share the documents of the
-    queries."""
+    """(cu_seqlens of queries and of keys, the first fields of a ``PackPlan``). keys: None for the documents of the queries."""
     of_keys = queries if keys is None else keys
     # index() turns symbolic lengths into plain numbers: a compiled graph holds the table of one long document.
     q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *of_keys[1:]))
@@ -148,8 +147,7 @@ def _round_up_documents(documents: int) -> int:
 
 
 def long_blocks(q_longest: int, k_longest: int, shares_documents: bool) -> tuple[int, int]:
-    """(blocks of keys of the long document, blocks of queries before its first key). Rounded up to powers of two, to compile for
-    few lengths."""
+    """(blocks of keys of the long document, of queries before its first key), powers of two, to compile for few lengths."""
     k_blocks, q_blocks = (1 << max(0, -(-longest // BLOCK) - 1).bit_length() for longest in (k_longest, q_longest))
     return k_blocks, 0 if shares_documents else q_blocks
 
@@ -319,8 +317,7 @@ def _pack_on_host(tables, q_starts, k_starts, plan: PackPlan) -> list[torch.Tens
 
 
 def documents_on_host(q_starts, k_starts, plan: PackPlan) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(first token, tokens) of each document of queries and of keys, clipped so that documents neither overlap nor exceed the
-    tokens."""
+    """(first token, tokens) of each document of queries and of keys, clipped: none overlaps another or exceeds the tokens."""
     sides = []
     for starts, tokens, longest in (q_starts, plan.q_tokens, plan.q_longest), (k_starts, plan.k_tokens, plan.k_longest):
         bounds = np.maximum.accumulate(np.clip(starts.cpu().numpy().astype(np.int64), 0, tokens))
@@ -356,9 +353,7 @@ def _documents_entries(long: BlockMask, q_first, q_blocks, k_first, k_blocks, k_
         kind, number, width = different[:, partial[batch]]
         kept = long.tile_pairs(kind, number) & (np.arange(BLOCK) < width[:, None, None])
         numbers[partial[batch]] = pool.add_dense(kept)
-    numbers = numbers[which.reshape(-1)]
-    some = numbers != EMPTY_TILE
-    return Entries(rows[some], cols[some], numbers[some]), pool
+    return Entries(rows, cols, numbers[which.reshape(-1)]).without_empty(), pool
 
 
 _pack = table_operator("pack_documents", _pack_on_device, _pack_on_host, axes=True)

@@ -43,11 +43,8 @@ def lay_out_rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bo
 
 def read_to_end(caches: tuple[torch.Tensor, ...], table: torch.Tensor, lens: torch.Tensor, longest: int) -> list[torch.Tensor]:
     """Returns the first row of each document, and copies of caches, (documents, kv_heads, longest, head_dim), in which all
-    documents end with the last row.
-
-    caches: (pages, page_size, kv_heads, head_dim). table: (documents, pages of one). lens: (documents,). Raises as
-    ``check_read_pages`` does.
-    """
+    documents end with the last row. caches: (pages, page_size, kv_heads, head_dim). table: (documents, pages of one). lens:
+    (documents,). Raises as ``check_read_pages`` does."""
     first = longest - lens
     token = torch.arange(longest, device=table.device) - first[:, None]
     index = _find_pages(caches[0], table, token.clamp(min=0).long(), token >= 0)

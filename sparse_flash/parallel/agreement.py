@@ -14,8 +14,7 @@ _MOST_BYTES = 1024  # that a rank sends in ``Agreement``
 def check_agreement(given: dict[str, str] | Exception, group: dist.ProcessGroup) -> None:
     """Raises ValueError on every rank of the group if their values differ, or if one rank failed.
 
-    given: the values to compare, by name, the same names on every rank; or this rank's error, which it then raises itself. A
-    collective call.
+    given: the values by name, the same names on every rank; or this rank's error, which it raises itself. A collective call.
     """
     every: list[dict[str, str] | str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(every, _sendable(given), group=group)
@@ -62,11 +61,7 @@ def _check_values(given: dict[str, str] | Exception, every: list[dict[str, str] 
             assert isinstance(theirs, dict)  # as none failed
             ranks_of[theirs[name]].append(rank)
         if len(ranks_of) > 1:
-            listed = ", ".join(f"{value} on {_ranks_text(ranks)}" for value, ranks in ranks_of.items())
-            differing.append(f"{name} is {listed}")
+            where = (f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items())
+            differing.append(f"{name} is {', '.join(where)}")
     if differing:
         raise ValueError(f"all ranks of a mesh must make the same plan; {'; '.join(differing)}; pass the same on every rank")
-
-
-def _ranks_text(numbers: list[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

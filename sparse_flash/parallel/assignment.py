@@ -132,8 +132,7 @@ class Owners:
         return len(self.blocks)
 
     def positions(self, q_len: int, block_size: int) -> np.ndarray:
-        """Returns (ranks, tokens of a rank) int64: each token's position in the whole sequence, -1 for padding. One rank alone has
-        no padding."""
+        """Returns (ranks, tokens of a rank) int64: each token's position, -1 for padding. One rank alone has no padding."""
         positions = self.blocks[:, :, None] * block_size + np.arange(block_size)
         positions[(self.blocks < 0)[:, :, None] | (positions >= q_len)] = -1
         positions = positions.reshape(self.ranks, -1)
@@ -315,8 +314,7 @@ class _Search:
         return float(self.work[chunks].sum() + self.weight[self.holders[rank] > 0].sum() - self.owned[chunks].sum())
 
     def _fetch_costs(self, owner: int, rank: int, holders: int) -> np.ndarray:
-        """Returns, for each chunk of ``owner``, the fetching cost of its columns that exactly ``holders`` chunks of ``rank``
-        touch."""
+        """Returns for each chunk of ``owner`` the fetching cost of its columns that ``holders`` chunks of ``rank`` touch."""
         cols, first = self.touched_by[owner]
         return np.add.reduceat(np.where(self.holders[rank] == holders, self.weight, 0)[cols], first)
 

@@ -83,8 +83,7 @@ class HeadAttention:
 
 
 def exchange_tokens_for_heads(tensors: list[torch.Tensor], ranks: int, handle: torch.Tensor) -> list[torch.Tensor]:
-    """Exchanges tensors of (batch, heads, tokens, size) for (batch, heads of a rank, tokens of all ranks, size), in one
-    exchange."""
+    """Exchanges tensors of (batch, heads, tokens, size) for (batch, heads of a rank, tokens of all ranks, size), at once."""
     # (ranks, tokens, batch, heads of a rank, size) each, so that tokens that arrive follow each other.
     sent = [torch.unflatten(t, 1, (ranks, -1)).permute(1, 3, 0, 2, 4) for t in tensors]
     # Heads of one size are concatenated in one copy. Heads of several sizes must be flattened first, which is another copy.

@@ -27,13 +27,17 @@ _Keys = tuple[torch.Tensor, torch.Tensor, BlockMask | None]
 
 
 class PartialAttention(NamedTuple):
-    """Attends some of a rank's rows to some columns, by a back end. dropout: a variant with a seed, and with the batch-heads
-    (``batch_heads``) if the rank has only some heads; None for no dropout."""
+    """Attends some of a rank's rows to some columns, by a back end. Its fields are the last arguments of the operators of both
+    passes, in their order. handle: of a Route. seed, batch_heads: of dropout, the second if the rank has only some heads. scale:
+    None for 1 / sqrt(head_dim)."""
 
-    scale: float
+    handle: torch.Tensor
+    seed: torch.Tensor | None
+    batch_heads: torch.Tensor | None
+    scale: float | None
     deterministic: bool
     backend: str
-    dropout: Variant | None = None
+    dropout_p: float
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse) over the columns of the mask."""
@@ -41,8 +45,7 @@ class PartialAttention(NamedTuple):
         return backends.get_backend(call.backend).forward(call)
 
     def backward(self, rows: QueryRows, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> Gradients:
-        """Returns (dq, dk, dv) from the pairs of the mask. rows: with out and lse over all columns, as the probabilities need the
-        whole lse."""
+        """Returns (dq, dk, dv) from the pairs of the mask. rows: with out and lse over all columns, for the probabilities."""
         q, dout, dlse, out, lse = rows
         call, _ = self._prepare_call(q, k, v, mask)
         return backends.get_backend(call.backend).backward(call, dout, dlse, out, lse)
@@ -75,21 +78,24 @@ class PartialAttention(NamedTuple):
     def join_calls(
         self, rows: QueryRows, own: _KeyValues, others: _KeyValues, calls: TwoCalls
     ) -> tuple[JointBackward, _Keys, _Keys] | None:
-        """Returns two backward calls of Hopper's kernels that share their rows and dq, and the keys to add: own ones, others. None
-        if the calls must be separate."""
-        if calls.far is None or self.dropout is not None or self.deterministic:
+        """Returns two backward calls of Hopper's kernels of the same rows and dq, and the keys to add, own ones first; or None."""
+        if calls.far is None or self.seed is not None or self.deterministic:
             return None
         of_own, own_table = self._prepare_call(rows.q, *own, calls.near)
         of_others, table = self._prepare_call(rows.q, *others, calls.far)
         if {of_own.backend, of_others.backend} != {"hopper"}:
             return None
         keys = (*own, own_table), (*others, table)
-        joint = hopper.joint_backward(rows.dout, rows.dlse, rows.q, rows.out, rows.lse, keys, self.scale)
+        joint = hopper.joint_backward(rows.dout, rows.dlse, rows.q, rows.out, rows.lse, keys, of_own.scale)
         return None if joint is None else (joint, *keys)
 
     def _prepare_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> _Prepared:
-        table, variant = table_and_variant(mask, self.dropout, q.is_cuda)
-        call = AttentionCall(q, k, v, mask, table, self.scale, self.deterministic, self.backend, variant)
+        dropout = None
+        if self.seed is not None:
+            dropout = Variant(seed=self.seed, batch_heads=self.batch_heads, dropout_p=self.dropout_p)
+        table, variant = table_and_variant(mask, dropout, q.is_cuda)
+        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        call = AttentionCall(q, k, v, mask, table, scale, self.deterministic, self.backend, variant)
         return prepare(call, layouts((q, k, v)), mask.mask), table
 
 

@@ -42,8 +42,7 @@ def choose_strategies(
     """Chooses owners of the tokens and a strategy for each mask, to minimize the time of all layers. Ranks meet in the exchange of
     each layer, so a layer takes the time of its slowest rank.
 
-    visits: of the masks. layers: how many layers have each mask. allowed: the strategies to choose from. Raises ValueError if no
-    allowed strategy suits a mask.
+    visits: of the masks. layers: how many layers have each mask. Raises ValueError if no allowed strategy suits a mask.
     """
     lights = [one.without_shared_rows(sizes) if "queries" in allowed else None for one in visits]
     if list(allowed) == ["queries"] and None in lights:

@@ -35,8 +35,7 @@ class SequenceSizes:
 
 
 def pass_seconds(backward: bool, rows: float, blocks: float, sizes: SequenceSizes) -> float:
-    """Returns the seconds of a pass of a call. rows, blocks: block rows and visited blocks, summed over heads. All blocks count as
-    full."""
+    """Returns the seconds of a pass. rows, blocks: block rows and visited blocks, all taken for full, summed over heads."""
     size = sizes.block_size / BLOCK  # kernels rarely run smaller ones (``masks/coarsen``)
     return 1e-6 * row_us(backward, BLOCK, rows * size, blocks * size**2)
 

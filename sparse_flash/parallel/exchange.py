@@ -8,7 +8,7 @@ stream, and keeps them alive until the current stream waits for that stream. The
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,44 +16,12 @@ import torch.distributed as dist
 from .. import backends
 from ..compat.names import operator_name
 from ..dispatch.operators import prepare_upstream, refuse_second_derivatives
-from ..variant.variant import Variant
 from .calls import Gradients, PartialAttention, QueryRows, add_blocks, merge
 from .queries import attend_queries, differentiate_queries, merge_shared_rows, send_queries, send_results, write_query_gradients
 from .routes import LocalMask, Peers, Route, TwoCalls
-from .transfer import (
-    Message,
-    PendingExchange,
-    append_fetched,
-    as_tokens,
-    empty_blocks,
-    pack,
-    pack_with_space,
-    split_packed,
-    unpack,
-)
+from .transfer import Message, PendingExchange, append_fetched, as_tokens, empty_blocks, pack, pack_with_space, split_packed, unpack
 
-
-class _Settings(NamedTuple):
-    """Holds the last arguments of the operators of both passes, in their order. handle: of a Route. seed, batch_heads: of dropout.
-    scale: None for 1 / sqrt(head_dim)."""
-
-    handle: torch.Tensor
-    seed: torch.Tensor | None
-    batch_heads: torch.Tensor | None
-    scale: float | None
-    deterministic: bool
-    backend: str
-    dropout_p: float
-
-    def partial_attention(self, q: torch.Tensor) -> PartialAttention:
-        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        dropout = None
-        if self.seed is not None:
-            dropout = Variant(seed=self.seed, batch_heads=self.batch_heads, dropout_p=self.dropout_p)
-        return PartialAttention(scale, self.deterministic, self.backend, dropout)
-
-
-_TENSORS = 3  # settings that are tensors, the first ones
+_TENSORS = 3  # fields of a PartialAttention that are tensors, the first ones
 _NUMBERS = "float? scale, bool deterministic, str backend, float dropout_p"
 _SETTINGS = f"Tensor handle, Tensor? seed, Tensor? batch_heads, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
 _FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor columns, SymInt block_size, {_SETTINGS}"
@@ -68,10 +36,10 @@ def attend_blocks(
     differentiable in q, k and v.
 
     q, k, v: of the rank's tokens, whole blocks. columns: a tensor with an element for each fetched block, at least two. Its length
-    tells the compiler their number as a dynamic shape. given: ``_Settings``, whose handle is of a Route of block_size.
+    tells the compiler their number as a dynamic shape. given: the fields of a PartialAttention, whose route is of block_size.
     """
-    settings = _Settings(*given)
-    run, route = settings.partial_attention(q), Route.from_handle(settings.handle)
+    run = PartialAttention(*given)
+    route = Route.from_handle(run.handle)
     calls, shared = route.forward, route.shared
     buffer = empty_blocks(k, v, len(columns), block_size)
     # All ranks start their exchanges in this order, whatever they compute in between.
@@ -104,16 +72,16 @@ def _(
 
 @torch.library.custom_op(operator_name("context_attention_backward"), mutates_args=(), schema=_BACKWARD)
 def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> Gradients:
-    """Returns (dq, dk, dv) of the rank's tokens. saved: the tensors of ``_save_tensors``, then the numbers of ``_Settings``."""
+    """Returns (dq, dk, dv) of the rank's tokens. saved: those of ``_save_tensors``, then the numbers of a PartialAttention."""
     q, k, v, buffer, out, lse, *given = saved
-    settings, rows = _Settings(*given), QueryRows(q, dout, dlse, out, lse)
-    run, route = settings.partial_attention(q), Route.from_handle(settings.handle)
+    run, rows = PartialAttention(*given), QueryRows(q, dout, dlse, out, lse)
+    route = Route.from_handle(run.handle)
     shared, calls = route.shared, route.backward
     # All ranks start their exchanges in this order, whatever they compute in between.
     shared_results = send_results(rows, shared, route) if shared else None
     fetched, tokens = buffer[: route.traffic.received], k.shape[2]
     # One call allocates the message after its workspace is freed.
-    allocate = partial(Message.allocate, buffer, route.traffic.reverse, buffer.shape[1:], route)
+    allocate = partial(Message.allocate, buffer, route.traffic.reverse, route)
     if isinstance(calls, TwoCalls):
         (dq, dk, dv), returning = run.backward_in_two_calls(rows, (k, v), fetched, calls, allocate())
     else:
@@ -149,7 +117,7 @@ def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor,
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
     _, _, _, _, out, lse, *_ = saved = ctx.saved_tensors
     gradients = _backward(*prepare_upstream(dout, dlse, out, lse), *saved, *ctx.settings)
-    return *gradients, None, None, *[None] * len(_Settings._fields)
+    return *gradients, None, None, *[None] * len(PartialAttention._fields)
 
 
 attend_blocks.register_autograd(_differentiate, setup_context=_save_tensors)
@@ -158,8 +126,7 @@ _backward.register_autograd(refuse_second_derivatives)
 
 @torch.library.custom_op(operator_name("all_to_all"), mutates_args=())
 def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Exchanges parts: part i of rank j becomes part j of rank i. The operator is its own gradient. parts: (ranks, ...), of one
-    shape on all ranks."""
+    """Exchanges parts: part i of rank j becomes part j of rank i. Its own gradient. parts: (ranks, ...), alike on all ranks."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=Peers.from_handle(handle).group)
@@ -171,19 +138,14 @@ def _(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return parts.new_empty(parts.shape)
 
 
-def _keep_handle(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-def _exchange_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return all_to_all(gradient, *ctx.saved_tensors), None
-
-
-all_to_all.register_autograd(_exchange_gradient, setup_context=_keep_handle)
+all_to_all.register_autograd(
+    lambda ctx, gradient: (all_to_all(gradient, *ctx.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
 
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> PendingExchange:
     """Starts fetching the blocks of others to the start of the buffer."""
-    message = Message.allocate(buffer, route.traffic, buffer.shape[1:], route)
+    message = Message.allocate(buffer, route.traffic, route)
     pack(k, v, message.pieces, route.sent_blocks if message.memory is None else route.message_blocks)
     return message.send(buffer[: route.traffic.received])

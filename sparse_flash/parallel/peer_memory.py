@@ -55,8 +55,7 @@ class PeerMemory:
         return symmetric_memory.allocate_shared(size, self._device, self._name)
 
     def allocate(self, longest: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for the next message of this rank: (*shape), uninitialized. longest: bytes of the longest message of all
-        ranks, the same on all."""
+        """Returns uninitialized memory, (*shape), for this rank's next message. longest: bytes of the longest of all ranks."""
         if self._memory is not None:
             # Once all ranks are here, none still reads the last message.
             self._meet()
@@ -128,8 +127,7 @@ def _make_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory |
 
 
 def _host() -> str:
-    """Returns text that is equal for processes that can share memory: the kernel's boot id, and the host name, which differs
-    between containers."""
+    """Returns text that is equal for processes that can share memory: the kernel's boot id, and the host or container's name."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

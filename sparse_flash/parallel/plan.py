@@ -23,8 +23,9 @@ from .attend import BlockAttention, HeadAttention, Select, resolve_select
 from .choice import Strategy
 from .costs import LINK_RATE
 from .exchange import all_to_all
+from .peer_memory import peer_memory
 from .planning import PlanKeywords, PlannedSequence, PlanOptions, plan_sequence, to_square_mask
-from .routes import BlockExchange, Overlap, Peers, Route
+from .routes import BlockExchange, Peers, Route
 from .sharding import TokenShards, group_of
 
 
@@ -139,12 +140,13 @@ class ContextPlan(TokenShards):
         self.mask, self.strategy = numbers.masks[number], numbers.strategies[number]
         self._costs, self._assigned = numbers.costs[number], numbers.owners.name
         self._sizes, self._knows_heads = numbers.sizes, options.heads is not None
-        self._peers, self.overlap = Peers(self.group).handle(), Overlap(False, False)
+        self._peers, self.overlap = Peers(self.group).handle(), (False, False)
         # On one rank, the mask itself.
         self._local: BlockMask | HeadAttention | BlockAttention
         local = numbers.local_masks[number]
         if isinstance(local, BlockExchange):
-            self._local = BlockAttention(Route.from_exchange(local, self.group, self.device), self.device)
+            of_device, memory = local.to(self.device), peer_memory(self.group, self.device)
+            self._local = BlockAttention(Route(group=self.group, memory=memory, **vars(of_device)), self.device)
             self.overlap = local.overlap
         else:
             self._local = local.to(self.device) if isinstance(local, BlockMask) else HeadAttention(local, shards, self._peers)
@@ -221,8 +223,7 @@ class ContextPlan(TokenShards):
         return out if lse is None or not return_lse else (out, lse)
 
     def _build_variant(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float, sinks: torch.Tensor | None) -> Variant | None:
-        """Returns sinks, the seed of all ranks and, if this rank has only some heads, their batch-heads (``batch_heads``). q, k:
-        with all heads."""
+        """Returns sinks, the seed of all ranks and, if this rank has only some heads, their batch-heads. q, k: with all heads."""
         drawn = build_variant(q, k, dropout_p=dropout_p, sinks=sinks)
         if drawn is None or drawn.seed is None:  # dropout_p may round to 0
             return drawn

@@ -26,8 +26,8 @@ from .sharding import group_of
 
 _SHORT_DOCUMENT = 1024  # tokens
 
-# (compares the ranks' values, makes the plan). The second is None after an error, which the first raises.
-_Made = tuple[Agreement, Callable[[], ContextPlan | ContextPlans] | None]
+# (compares the ranks' values, makes the plans). The second is None after an error, which the first raises.
+_Made = tuple[Agreement, Callable[[], ContextPlans] | None]
 
 
 class ContextParallel(AbstractContextManager["ContextParallel"]):
@@ -94,7 +94,7 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
             given = _read_bounds(cu_seqlens, self._q_len)
         except (TypeError, ValueError) as error:
             given = error
-        return PendingPlan(self._thread.submit(self._plan_and_send, given))
+        return PendingPlan(self._thread.submit(self._plan_and_send, given), self._single)
 
     def _plan_and_send(self, given: tuple[int, ...] | Exception) -> _Made:
         """Runs in the thread. Ranks compare the plans while the last step runs, so the thread sends its values at once. It does not
@@ -107,17 +107,13 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
             return Agreement(error, self._group), None
         digest = short_digest(np.array(given).tobytes())
         facts = {"cu_seqlens": f"of {len(given) - 1} documents to token {given[-1]} ({digest})", **numbers.decisions}
-        return Agreement(facts, self._group), partial(self._plans_of, numbers, given)
+        return Agreement(facts, self._group), partial(plans_of, numbers, self._options, self._mesh, given)
 
     def _plan_documents(self, cu_seqlens: tuple[int, ...]) -> PlannedSequence:
         apart = shifted(documents(cu_seqlens), 0, allow_uncovered=True)
         size = self._options.block_size
         masks = [compile_mask(one & apart, self._q_len, block_size=size, progress=False) for one in self._patterns]
         return plan_sequence(masks, self._layers, self._rank, dist.get_world_size(self._group), self._options)
-
-    def _plans_of(self, numbers: PlannedSequence, cu_seqlens: tuple[int, ...]) -> ContextPlan | ContextPlans:
-        plans = plans_of(numbers, self._options, self._mesh, cu_seqlens)
-        return plans[0] if self._single else plans
 
     def close(self) -> None:
         """Ends the thread after it has planned all submitted documents."""
@@ -131,8 +127,8 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
 class PendingPlan:
     """Holds a plan that ``ContextParallel.submit`` has started."""
 
-    def __init__(self, made: Future[_Made]):
-        self._made = made
+    def __init__(self, made: Future[_Made], single: bool):
+        self._made, self._single = made, single
 
     def done(self) -> bool:
         """Whether this rank has made its part of the plan. Other ranks may still be planning."""
@@ -144,7 +140,8 @@ class PendingPlan:
         agreement, make_plans = self._made.result()
         agreement.check()
         assert make_plans is not None  # as the agreement raises this rank's error
-        return make_plans()
+        plans = make_plans()
+        return plans[0] if self._single else plans
 
 
 def _pattern(mask: Pattern | str) -> Pattern:

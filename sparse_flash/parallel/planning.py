@@ -92,9 +92,8 @@ class PlanOptions:
 class PlannedSequence(Choice):
     """Holds one rank's numbers of a plan, on the host.
 
-    layers: for each layer, the number of its mask. masks, local_masks: an entry for each mask. masks: of the whole sequence, on the
-    CPU. local_masks: under strategy "heads", the mask of all tokens in the order of ranks; on one rank, the mask itself; else the
-    exchange of blocks.
+    layers: for each layer, the number of its mask. masks: of the whole sequence, on the CPU. local_masks: for each mask, under
+    strategy "heads" that of all tokens in the order of ranks; on one rank the mask itself; else the exchange of blocks.
     """
 
     sizes: SequenceSizes
@@ -142,8 +141,7 @@ def plan_sequence(
 
 
 def to_square_mask(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
-    """Returns the mask of the whole sequence, on the CPU. Raises ValueError for a mask of other lengths, TypeError for a
-    selection."""
+    """Returns the mask of the sequence, on the CPU. Raises ValueError for one of other lengths, TypeError for a selection."""
     if isinstance(mask, (BlockSelection, PackedSelection)):
         raise TypeError(
             f"mask must be a pattern, its spec text or a BlockMask, as a plan is made before there are queries; got a "

@@ -20,8 +20,7 @@ def send_queries(q: torch.Tensor, shared: SharedRows, route: Route) -> PendingEx
 def attend_queries(
     q: PendingExchange, k: torch.Tensor, v: torch.Tensor, run: PartialAttention, shared: SharedRows, route: Route
 ) -> _Exchanges:
-    """Attends the queries that arrived to the rank's own columns, and sends the results to their owners. Partial results (out, lse)
-    of the rank's own rows arrive."""
+    """Attends the queries that arrived to the rank's own columns, and sends the results to their owners, who get (out, lse)."""
     out, lse = run.forward(as_tokens(q.wait()), k, v, shared.mask)
     return _return_to_owners(out, shared, route), _return_to_owners(lse[..., None], shared, route)
 
@@ -51,8 +50,7 @@ def send_results(rows: QueryRows, shared: SharedRows, route: Route) -> _Exchange
 def differentiate_queries(
     results: _Exchanges, k: torch.Tensor, v: torch.Tensor, run: PartialAttention, shared: SharedRows, route: Route
 ) -> tuple[PendingExchange, torch.Tensor, torch.Tensor]:
-    """Returns (partial dq of the rank's shared rows, arriving; dk and dv of the rank's own columns from the shared rows of all
-    ranks)."""
+    """Returns (partial dq of the rank's shared rows, arriving; dk, dv of its own columns from the shared rows of all ranks)."""
     packed, logs = (as_tokens(sent.wait()) for sent in results)
     q, dout = split_packed(packed, k.shape[3])
     lse, delta = (t.contiguous() for t in logs.unbind(-1))
@@ -72,7 +70,7 @@ def _take_shared_rows(x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
 
 
 def _send_to_all(blocks: torch.Tensor, shared: SharedRows, route: Route) -> PendingExchange:
-    message = Message.allocate(blocks, shared.traffic, blocks.shape[1:], route)
+    message = Message.allocate(blocks, shared.traffic, route)
     message.pieces.unflatten(0, (len(shared.traffic.sends), len(blocks))).copy_(blocks)
     return message.send()
 
@@ -81,7 +79,7 @@ def _return_to_owners(x: torch.Tensor, shared: SharedRows, route: Route) -> Pend
     """Sends the rows of x, (batch, heads, tokens of all shared rows, size), to their owners. The rank's own shared rows arrive from
     all ranks: (ranks, blocks, block, batch, heads, size)."""
     traffic, blocks = shared.traffic.reverse, as_blocks(x, shared.block_size)
-    message = Message.allocate(blocks, traffic, blocks.shape[1:], route)
+    message = Message.allocate(blocks, traffic, route)
     message.pieces.copy_(blocks)
     returning = message.send()
     return returning._replace(received=returning.received.unflatten(0, (len(traffic.receives), len(shared.rows))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..masks.build import take_blocks
 from .assignment import Assignment
 from .costs import SequenceSizes
 from .estimates import block_times
-from .peer_memory import PeerMemory, peer_memory
+from .peer_memory import PeerMemory
 from .traffic import Traffic
 
 _known: WeakValueDictionary[int, Peers] = WeakValueDictionary()
@@ -84,8 +84,7 @@ class LocalMask(_Record):
 class TwoCalls(_Record):
     """Describes a pass in two calls, one of which overlaps the exchange.
 
-    near: the mask of the rank's block rows and its own block columns. far: the mask of these rows and the blocks that the rank
-    gets; None if it gets none.
+    near: the mask of the rank's block rows and its own block columns. far: of these rows and the blocks that it gets, if any.
     """
 
     near: LocalMask
@@ -116,13 +115,6 @@ class SharedRows(_Record):
         return cls(torch.from_numpy(of_rank[rank]), traffic, own, mask.block_size)
 
 
-class Overlap(NamedTuple):
-    """Says for each pass whether it makes two calls, one of which overlaps the exchange."""
-
-    forward: bool
-    backward: bool
-
-
 @dataclass(frozen=True, eq=False)
 class BlockExchange(_Record):
     """Describes which blocks of keys and values a rank gets and sends, and its calls; on one device. Blocks are indices of the
@@ -149,8 +141,9 @@ class BlockExchange(_Record):
     shared: SharedRows | None
 
     @property
-    def overlap(self) -> Overlap:
-        return Overlap(isinstance(self.forward, TwoCalls), isinstance(self.backward, TwoCalls))
+    def overlap(self) -> tuple[bool, bool]:
+        """Returns (forward, backward): whether a pass makes two calls, one of which overlaps the exchange."""
+        return isinstance(self.forward, TwoCalls), isinstance(self.backward, TwoCalls)
 
     @classmethod
     def from_assignment(
@@ -197,11 +190,6 @@ class BlockExchange(_Record):
 
 @dataclass(frozen=True, eq=False)
 class Route(BlockExchange, Peers):
-    """Holds a rank's exchange of blocks on its device, and its peers. memory: of the messages that all peers read; None if the
-    group moves messages itself."""
+    """Holds a rank's exchange of blocks on its device, and its peers. memory: of messages; None if the group moves them itself."""
 
     memory: PeerMemory | None
-
-    @classmethod
-    def from_exchange(cls, exchange: BlockExchange, group: dist.ProcessGroup, device: torch.device) -> Self:
-        return cls(group=group, memory=peer_memory(group, device), **vars(exchange.to(device)))

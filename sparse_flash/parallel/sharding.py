@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import numpy as np
 import torch
@@ -44,13 +44,11 @@ class TokenShards:
         self.exists = (own >= 0).to(self.device)
         self.positions = own.clamp(min=0).to(self.device)
 
-    def __copy__(self) -> Self:
+    def __copy__(self, memo: object = None) -> Self:
         """Returns itself, as copies of a model share its ranks."""
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Returns itself, as ``__copy__`` does."""
-        return self
+    __deepcopy__ = __copy__
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

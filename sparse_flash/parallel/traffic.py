@@ -16,8 +16,7 @@ _MOST_RUNS = 64  # runs that a rank copies in an exchange; the host takes about 
 class SharedMessages(NamedTuple):
     """Describes messages that all ranks read. Each piece is in its rank's message once, even if several ranks get it.
 
-    pieces: of each rank's message, their number. runs: for each rank, the (first piece, count) of each run that this rank gets from
-    its message, in the order of arrival.
+    pieces: of each rank's message, their number. runs: for each rank, the (first piece, count) of each run that this rank gets.
     """
 
     pieces: list[int]

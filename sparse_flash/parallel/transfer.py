@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +52,10 @@ class Message(NamedTuple):
     memory: PeerMemory | None
 
     @classmethod
-    def allocate(cls, like: torch.Tensor, traffic: Traffic, piece: Sequence[int], route: Route) -> Message:
-        """Returns a message of uninitialized pieces of this shape, with the dtype of ``like``. A collective call."""
-        piece_bytes = torch.Size(piece).numel() * like.element_size()
+    def allocate(cls, like: torch.Tensor, traffic: Traffic, route: Route) -> Message:
+        """Returns a message of uninitialized pieces, alike to those of ``like``, (pieces, *piece). A collective call."""
+        piece = like.shape[1:]
+        piece_bytes = piece.numel() * like.element_size()
         if route.memory is None or traffic.longest * piece_bytes < peer_memory.LEAST_BYTES:
             return cls(like.new_empty(traffic.sent, *piece), traffic, route.group, None)
         counts = traffic.layout.pieces
@@ -126,8 +126,7 @@ def pack_with_space(k: torch.Tensor, v: torch.Tensor, count: int, block_size: in
 def append_fetched(
     k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, space: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (k, v) of the rank's tokens, then of the fetched blocks. space: what ``pack_with_space`` returned for them, or
-    None."""
+    """Returns (k, v) of the rank's tokens, then of the fetched blocks. space: from ``pack_with_space``, or None."""
     if not len(fetched):
         return k, v
     if space is None:

@@ -324,8 +324,7 @@ def _(picks: torch.Tensor, every: int, block_size: int, q_len: int, kv_len: int,
 
 
 def always_table(always: MaskLike | None, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask | None:
-    """The table of the pairs that all queries keep, without later keys if it is a pattern's. Raises ValueError or TypeError if it
-    does not fit. block_size: of the selection."""
+    """The table of ``always``, without later keys if it is a pattern's. Raises ValueError or TypeError if it does not fit."""
     if always is None:
         return None
     if isinstance(always, BlockMask):

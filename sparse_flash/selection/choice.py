@@ -72,8 +72,11 @@ class BlockChoice(NamedTuple):
             some = slice(low, low + step)
             parts.append(rank_columns(score(low, low + step), before[some], self.keep - 1, None if least is None else least[some]))
         best = torch.cat(parts, 2)
-        if self.bounds is not None:
-            return add_own_block(best, before, -(-self.kv_len // self.block_size))
+        if self.bounds is not None:  # all of the best are before the own block
+            none = -(-self.kv_len // self.block_size)
+            picks = torch.cat([best, before.expand(*best.shape[:3], 1)], 3)
+            picks = torch.where(picks < 0, none, picks).sort(3).values
+            return torch.where(picks == none, -1, picks).to(torch.int32)
         return normalize_picks(best, self.every, self.block_size, self.q_len, self.kv_len, True)
 
 
@@ -121,8 +124,7 @@ def _(q: Tensor, k: Tensor, keep: int, every: int, block_size: int, share_group:
 def choose_by_scores(
     scores: Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, bounds: Tensor | None = None
 ) -> Tensor:
-    """Like ``choose_by_keys``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
-    never chosen."""
+    """Like ``choose_by_keys``, by floating-point scores, (batch, picking heads, groups, blocks); -inf and NaN are never chosen."""
     batch, heads, groups, blocks = scores.shape
     choice = BlockChoice(heads, keep, every, block_size, q_len, kv_len, bounds)
     if kernel_chooses(scores, heads, keep):
@@ -211,14 +213,6 @@ def rank_columns(scores: Tensor, before: Tensor, chosen: int, least: Tensor | No
     values, columns = scores.masked_fill(~possible, float("-inf")).sort(dim=3, descending=True, stable=True)
     best = torch.where(values == float("-inf"), -1, columns)[..., :chosen]
     return torch.nn.functional.pad(best, (0, chosen - best.shape[3]), value=-1)
-
-
-def add_own_block(best: Tensor, own: Tensor, none: int) -> Tensor:
-    """Picks in the format of ``BlockSelection`` from the best blocks, all of them before the own one. own: (.., groups, 1). none:
-    more than any block."""
-    picks = torch.cat([best, own.expand(*best.shape[:3], 1)], 3)
-    picks = torch.where(picks < 0, none, picks).sort(3).values
-    return torch.where(picks == none, -1, picks).to(torch.int32)
 
 
 def keep_picks() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:

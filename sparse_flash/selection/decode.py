@@ -41,8 +41,7 @@ def decode(
     backend: str,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``. scales: of e4m3 keys and of
-    e4m3 values."""
+    """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``. scales: of e4m3 k and v."""
     picks, every = selection.picks, selection.every
     by_kernel = backend != "torch"
     # torch.compile looks into operations, but not into a kernel.
@@ -89,7 +88,10 @@ def decode_by_operations(
     kv_lens, block_table, k_scale, v_scale = of_cache
     heads, q_len, slots = picks.shape[1:]
     exact = compute_dtype(q)
-    position = query_positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None]
+    capacity = cache_capacity(k, block_table)
+    lengths = torch.full((len(q),), capacity, device=q.device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
+    # The queries are the last ones of each sequence.
+    position = (torch.arange(q_len, device=q.device) - q_len + lengths[:, None])[:, None, :, None]
     rows = torch.unflatten(q, 1, (heads, -1)).transpose(2, 3).to(exact)
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=exact)
     numbers = picks.shape[0] * heads * slots * block_size * (q.shape[3] + v.shape[3])
@@ -115,17 +117,9 @@ def decode_by_operations(
     return out, lse
 
 
-def query_positions(q: Tensor, capacity: int, kv_lens: Tensor | None) -> Tensor:
-    """(batch, q_len) int64 positions of the queries, the last ones of each sequence. kv_lens: None: ``capacity``."""
-    last = torch.arange(q.shape[2], device=q.device) - q.shape[2]
-    lengths = torch.full((len(q),), capacity, device=q.device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
-    return last + lengths[:, None]
-
-
 def read_tokens(x: Tensor, token: Tensor, read: Tensor, heads: int, block_table: Tensor | None) -> Tensor:
     """(batch, heads, n, head_dim): tokens of a cache, for so many heads, as many for each of its own; or (batch, heads, n) their
-    scales. token: (batch, heads | 1, n), int64. read: like token, bool; what is taken for others is not used. Raises as
-    ``check_pages`` does."""
+    scales. token: (batch, heads | 1, n), int64. read: like token, bool; others are unused. Raises as ``check_read_pages`` does."""
     head = (torch.arange(heads, device=x.device) * x.shape[1] // heads)[:, None]
     sequence = torch.arange(len(token), device=x.device)[:, None, None]
     if block_table is None:

@@ -40,8 +40,7 @@ BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": triton, "torch": 
 def attend_to_picks(
     q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float | None, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the pairs that a selection keeps, differentiable in q, k and v. scale: None for 1 / sqrt(head_dim). backend:
-    a name or "auto"."""
+    """(out, lse) over the pairs that a selection keeps, differentiable in q, k and v. scale: None for 1 / sqrt(head_dim)."""
     refuse_transforms(q, k, v)
     if q.shape[0] == 0:
         backends.check_name(backend)

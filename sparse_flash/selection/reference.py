@@ -30,7 +30,10 @@ def backward(rows: QueryRows, k: Tensor, v: Tensor, selection: BlockSelection, s
 
 
 def _to_call(q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float) -> AttentionCall:
-    return AttentionCall(q, k, v, selection, _to_dense_mask(selection, q), scale, True, "reference")
+    """The call over the pairs of a selection by query head, as the part of a BlockMask that the oracle uses."""
+    pairs = selection.to_dense().repeat_interleave(q.shape[1] // selection.heads, 1)
+    table: Any = SimpleNamespace(to_dense=lambda: pairs)
+    return AttentionCall(q, k, v, selection, table, scale, True, "reference")
 
 
 def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float) -> Tensor:
@@ -51,12 +54,6 @@ def block_lse_backward(
     dscores = scale * (shares * grads[..., None]).flatten(3)[..., : selection.kv_len]
     dq, dk = dscores @ _keys(q, k), dscores.mT @ q.double()
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk.unflatten(1, (k.shape[1], -1)).sum(2))
-
-
-def _to_dense_mask(selection: BlockSelection, q: Tensor) -> Any:
-    """A selection's pairs by query head, as the part of a BlockMask that the oracle uses."""
-    pairs = selection.to_dense().repeat_interleave(q.shape[1] // selection.heads, 1)
-    return SimpleNamespace(to_dense=lambda: pairs)
 
 
 def _picks(selection: BlockSelection, q: Tensor) -> Tensor:

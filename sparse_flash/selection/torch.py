@@ -103,13 +103,11 @@ class _ChunkedCall:
         # The key head of each head that picks.
         self.key_head = torch.arange(self.heads, device=q.device) * k.shape[1] // self.heads
         self.tensors = [k] if v is None else [k, v]
-        self.blocks = [self.in_blocks(t) for t in self.tensors]
+        # Of each: (batch * kv_heads * kv_blocks, block_size, head_dim), zeros past the last key.
+        beyond = selection.kv_blocks * self.size - selection.kv_len
+        padded = (torch.nn.functional.pad(t, (0, 0, 0, beyond)) for t in self.tensors)
+        self.blocks = [t.reshape(-1, self.size, t.shape[3]) for t in padded]
         self.always = None if v is None or selection.always is None else _KeysOfAlways(selection.always, selection.offset)
-
-    def in_blocks(self, x: Tensor) -> Tensor:
-        """(batch * kv_heads * kv_blocks, block_size, head_dim), zeros past the last key."""
-        x = torch.nn.functional.pad(x, (0, 0, 0, self.selection.kv_blocks * self.size - x.shape[2]))
-        return x.reshape(-1, self.size, x.shape[3])
 
     def __iter__(self) -> Iterator[_GroupChunk]:
         batch, heads, groups, n = self.selection.picks.shape
@@ -193,8 +191,7 @@ class _GroupChunk:
         return by_entry[self.entry].flatten(1, 2)[..., None]
 
     def scatter(self, values: Tensor, fill: float) -> Tensor:
-        """Orders what was computed for the rows of each piece, (pieces, entries * rows, width), by pick: (flat groups, n, rows,
-        width); ``fill`` for none."""
+        """Orders results of the rows of pieces, (pieces, entries * rows, width), by pick: (flat groups, n, rows, width)."""
         values = torch.unflatten(values, 1, (self.entry.shape[1], -1))
         groups = self.queries.shape[:3].numel()
         by_pick = values.new_full((groups * self.slots, *values.shape[2:]), fill)

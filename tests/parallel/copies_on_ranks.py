@@ -98,7 +98,7 @@ def exchanged(rounds: int, seed: int) -> None:
             dtype, arrived = [torch.float32, torch.bfloat16][number % 2], []
             for route in (memory, None):
                 received = torch.full((traffic.received, *shape), float("nan"), dtype=dtype, device=DEVICE)
-                message = Message.allocate(received, traffic, shape, SimpleNamespace(group=dist.group.WORLD, memory=route))
+                message = Message.allocate(received, traffic, SimpleNamespace(group=dist.group.WORLD, memory=route))
                 message.pieces.copy_(sent)
                 arrived.append(message.send(received).wait())
             assert torch.equal(*arrived)

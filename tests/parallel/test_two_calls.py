@@ -55,7 +55,7 @@ class Rank:
 
     def backward(self, deterministic=False):
         """(whether the calls have one sum of dQ, what is off by too much)"""
-        run = calls.PartialAttention(self.scale, deterministic, "hopper")
+        run = calls.PartialAttention(None, None, None, self.scale, deterministic, "hopper", 0.0)
         gradients, own, head_dim = torch.full_like(self.fetched, float("nan")), (self.k, self.v), self.q.shape[3]
         joined = run.join_calls(self.rows, own, transfer.unpack(self.fetched, head_dim), self.calls)
         message = SimpleNamespace(pieces=gradients, send=lambda: transfer.PendingExchange(gradients.clone()))
