@@ -11,7 +11,6 @@ import torch
 
 from .block_mask import BlockMask
 from .costs import BLOCK, Counts
-from .fields import BEYOND
 from .grid import concat_ranges
 from .table import MOST_DERIVED, ROW, Entries, KernelTables, Table, build_table, sort_entries
 from .tiles import FULL_TILE, TilePool, dense_batches, pack_runs, unpack_runs
@@ -51,7 +50,7 @@ def document_blocks(mask: BlockMask) -> KernelTables | None:
     document = np.repeat(np.arange(len(tokens)), blocks)
     first_block = np.cumsum(blocks) - blocks
     starts = np.append(first_token[document] + concat_ranges(np.zeros_like(blocks), blocks) * BLOCK, here.q_len)
-    entries, pool = entries_of_runs(*runs, starts, first_token[document], first_block[document])
+    entries, pool = _entries(*runs, starts, first_token[document], first_block[document])
     _, _, kinds, _ = here.entries()
     if _LEAST_GAIN * _estimate_time(entries.tiles != FULL_TILE, len(document)) > _estimate_time(kinds > 0, here.grid.q_blocks):
         return None
@@ -140,17 +139,17 @@ def _documents(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
     return np.append(0, token[starts])
 
 
-def entries_of_runs(
+def _entries(
     first: np.ndarray, stop: np.ndarray, starts: np.ndarray, first_token: np.ndarray, first_block: np.ndarray
 ) -> tuple[Entries, TilePool]:
-    """The kept blocks of runs, first .. stop - 1 for each query, and their tiles. starts: (blocks + 1,), the token with which each
-    block starts. first_token, first_block: of each block's document."""
+    """The kept blocks of runs, first .. stop - 1 for each query, and their tiles. first_token, first_block: of each block's
+    document."""
     rows = len(first_token)
     query = starts[:-1, None] + np.arange(BLOCK)
     exists = query < starts[1:, None]
     query = np.minimum(query, len(first) - 1)
     keeps = exists & (stop > first)[query]
-    first_of_any, stop_of_all = (np.where(keeps, bound[query], BEYOND).min(1) for bound in (first, stop))
+    first_of_any, stop_of_all = (np.where(keeps, bound[query], len(first)).min(1) for bound in (first, stop))
     first_of_all, stop_of_any = (np.where(keeps, bound[query], 0).max(1) for bound in (first, stop))
     row_keeps = keeps.any(1)
     begin = np.where(row_keeps, first_of_any - first_token, 0) // BLOCK

@@ -21,11 +21,12 @@ from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
 from ..masks.cache import keep_if_captured, run_in_thread
-from ..masks.document_blocks import document_tables, entries_of_runs, single_runs
+from ..masks.document_blocks import document_tables, single_runs
 from ..masks.grid import BlockGrid, concat_ranges
 from ..masks.memory import cached_until_cleared
 from ..masks.select_blocks import build_work
-from ..masks.table import SPLIT_FIELDS, KernelTables, Table
+from ..masks.table import SPLIT_FIELDS, Entries, KernelTables, Table
+from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
 from . import gather_rows
 from .repack import (
     BLOCK,
@@ -206,21 +207,34 @@ def _assemble_on_host(constants, q_starts, k_starts, plan: PackPlan) -> list[tor
     """The same as ``_assemble_on_device``, whose reference it is, using NumPy."""
     grid = BlockGrid(plan.q_tokens, plan.k_tokens, BLOCK)
     first, stop = _packed_runs(constants[0].cpu().numpy().astype(np.int64), q_starts, k_starts, plan)
-    rows = np.arange(grid.q_blocks + 1)
-    mask = from_entries(grid, *entries_of_runs(first, stop, rows * BLOCK, 0 * rows[1:], 0 * rows[1:]))
+    padded = np.zeros((2, grid.q_blocks * BLOCK), np.int64)
+    padded[:, : plan.q_tokens] = first, stop
+    first, stop = padded.reshape(2, grid.q_blocks, BLOCK)
+    some = stop > first
+    low, high = np.where(some, first, plan.k_tokens).min(1) // BLOCK, -(-stop.max(1) // BLOCK)
+    count = np.maximum(0, high - low)
+    rows = np.repeat(np.arange(grid.q_blocks), count)
+    cols = concat_ranges(low, count)
+    pool, tiles = TilePool(BLOCK), np.zeros(len(rows), np.int64)
+    for batch in dense_batches(len(rows), BLOCK):
+        key = cols[batch, None] * BLOCK
+        here, there = (np.clip(bound[rows[batch]] - key, 0, BLOCK) for bound in (first, stop))
+        tiles[batch] = pool.add_runs(pack_runs(here, there))
+    kept = tiles != EMPTY_TILE
+    mask = from_entries(grid, Entries(rows[kept], cols[kept], tiles[kept]), pool)
     return mask.to(q_starts.device).tensors()
 
 
-def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: PackPlan) -> np.ndarray:
-    """(first, stop) of each packed query on the packed key axis, (2, q_blocks * BLOCK) int64; both 0 if it keeps nothing."""
+def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: PackPlan) -> tuple[np.ndarray, np.ndarray]:
+    """(first, stop) of each packed query on the packed key axis, (q_tokens,) int64; both 0 if it keeps nothing."""
     (q_start, q_len), (k_start, k_len) = documents_on_host(q_starts, k_starts, plan)
     document = np.repeat(np.arange(len(q_len)), q_len)
     local = concat_ranges(np.zeros_like(q_len), q_len)
     first, stop = runs[:, plan.before * BLOCK + local + (k_len - q_len)[document]]
     stop = np.minimum(stop, k_len[document])
-    packed = np.zeros((2, plan.q_blocks * BLOCK), np.int64)
+    packed = np.zeros((2, plan.q_tokens), np.int64)
     packed[:, q_start[document] + local] = np.where(first < stop, k_start[document] + np.stack([first, stop]), 0)
-    return packed
+    return packed[0], packed[1]
 
 
 _assemble = table_operator("assemble_runs", _assemble_on_device, _assemble_on_host, axes=False)
