@@ -14,7 +14,9 @@ import torch
 from ..api.call import DEFAULT_BLOCK_SIZE, observers
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached
-from ..masks.pattern import short_text
+from ..masks.compiler import is_shift_invariant
+from ..masks.parsing import parse
+from ..masks.pattern import Pattern, short_text
 from ..selection.block_selection import BlockSelection
 
 # The call to make instead, by the library of the model.
@@ -40,6 +42,12 @@ def check_layers(dense_layers: Any, numbers: Collection[int]) -> frozenset[int]:
     if wrong := [number for number in dense if isinstance(number, bool) or number not in numbers]:
         raise ValueError(f"dense_layers must name layers of the model, {min(numbers)} to {max(numbers)}; got {wrong}")
     return frozenset(dense)
+
+
+def depends_on_position(mask: Any) -> bool:
+    """Whether a mask depends on more than the distance of query and key."""
+    mask = parse(mask) if isinstance(mask, str) else mask
+    return mask is not None and not (isinstance(mask, Pattern) and is_shift_invariant(mask, 1))
 
 
 def unswitched_error(got: str, call: str) -> ValueError:

@@ -4,9 +4,8 @@
 
     use_sparse_flash(model, "causal & (local(1024) | sinks(4))")
 
-A layer's mask replaces the causal triangle; everything else of the model stays, its other restrictions of pairs too, as
-docs/guides/hugging-face.md says. Restrictions that are not patterns are kept pair by pair, which takes a scan of all pairs on the
-host. Keywords that are neither supported nor in ``attend._WITHOUT_EFFECT`` are refused. Masks with choosers: see ``given_masks``.
+A layer's mask replaces the causal triangle; everything else of the model stays, its other restrictions of pairs too: see
+docs/guides/hugging-face.md.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
@@ -42,13 +41,9 @@ from .sharing import find_plan, shard_arguments
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
     raise ImportError(f"transformers must be 5.8 or newer; got {transformers.__version__}: pip install 'transformers[torch]>=5.8'")
 
-# A switched model holds its state in three attributes, which use_sparse_flash alone writes:
-# SETTINGS on each switched attention module, read by attend_layer, masks_of and print(model);
-# PREVIOUS on each module that keeps its attention but is switched with the others, read by attend_layer;
-# _PLAN on the model, None without one, once the hooks are registered; _shard_inputs reads it.
-# Its config holds NAME as its implementation, which all of these ask first, and the masks under CONFIG_KEY, for saving, as do the
-# configs of its adapters.
-# model.set_attn_implementation(name) switches it back: the attributes stay, without effect.
+# A switched model holds its state in three attributes, which use_sparse_flash alone writes: SETTINGS and PREVIOUS on its attention
+# modules, see attend, and _PLAN on the model, None without one, once the hooks are registered. Its config holds NAME as its
+# implementation, which all ask first. model.set_attn_implementation(name) switches it back: the attributes stay, without effect.
 _PLAN = "_sparse_flash_plan"
 
 
@@ -121,18 +116,16 @@ def use_sparse_flash(
     part = find_tower(model)
     layers = find_self_attention(part)
     masks, bidirectional, record = read_masks(model, layers, mask, per_layer, bidirectional, dense_below, dense_layers, dense_last)
-    plan = find_plan({number: one.given for number, one in masks.items()})
+    plan = find_plan({number: one.plan for number, one in masks.items()})
     if plan is not None:
         check_acts_by_token(model, layers.values(), plan.q_len, tokenwise)
-    if precision is not None and plan is not None:
-        raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
+        if precision is not None:
+            raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
     if not (mask is None and per_layer is None) and not any(hasattr(layer, SETTINGS) for layer in layers.values()):
         warn_of_difference(model, masks)  # of a model that was just loaded
     _switch(model, part, layers.values())
     for number, layer in layers.items():
-        own_plan = masks[number].given if plan else None
-        settings = LayerSettings(masks[number], own_plan, backend, deterministic, precision, packed, bidirectional)
-        setattr(layer, SETTINGS, settings)
+        setattr(layer, SETTINGS, LayerSettings(masks[number], backend, deterministic, precision, packed, bidirectional))
         layer.extra_repr = partial(_describe_layer, layer)  # type: ignore[method-assign]  # print(model) shows it
     if not hasattr(model, _PLAN):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)

@@ -1,9 +1,8 @@
 """A model's own mask: the answer to Transformers, which requests one mask for all layers of a kind (those with a window, those
 without), and passes it to attention. A ``ModelMask`` holds numbers and spec text instead of a tensor of pairs.
 
-Two readers take from Transformers' arguments what the mask keeps. ``_read_function`` looks into the mask
-function. Compiled code cannot inspect functions, so ``_read_arguments`` takes what Transformers passes beside it, and calls the
-function to see where packed sequences start. Both must say the same of a mask.
+``_read_function`` looks into Transformers' mask function. Compiled code cannot, and ``_read_arguments`` takes what is passed beside
+it. Both must say the same of a mask.
 """
 
 from __future__ import annotations
@@ -55,12 +54,6 @@ def _move_leaf(leaf: Pattern, by: int) -> Pattern:
     return leaf if leaf.chooses or counts_from_the_end else move_pattern(leaf, by)
 
 
-def depends_on_position(mask: Any) -> bool:
-    """Whether a mask depends on more than the distance of query and key."""
-    mask = parse(mask) if isinstance(mask, str) else mask
-    return mask is not None and (not isinstance(mask, Pattern) or move_pattern(mask, 1) != mask)
-
-
 class ModelMask(FlexBlockMask):
     """A model's own mask of (q_length, kv_length) pairs, created once per forward pass for the layers of one kind.
 
@@ -76,8 +69,7 @@ class ModelMask(FlexBlockMask):
     refusal: why attention cannot apply it, or None. arguments: Transformers' arguments for the mask.
 
     It subclasses FlexAttention's mask because ``generate()`` creates the masks of static caches before it calls the model, which
-    accepts only tensors and that class as prebuilt masks. An ordinary class with ordinary fields, which torch.compile can create
-    and read.
+    accepts only tensors and that class as prebuilt masks. An ordinary class, which torch.compile can create and read.
     """
 
     def __init__(
@@ -132,8 +124,8 @@ class ModelMask(FlexBlockMask):
         first = max(first + self.q_length, 0) if first < 0 else first
         if not first:
             return self
-        q_length, kept, arguments = self.q_length - first, self.kept_pairs, self.arguments
-        arguments = arguments | {"q_length": q_length, "q_offset": arguments["q_offset"] + first}
+        q_length, kept = self.q_length - first, self.kept_pairs
+        arguments = self.arguments | {"q_length": q_length, "q_offset": self.arguments["q_offset"] + first}
         kept = kept[:, :, first:] if kept is not None and kept.shape[2] > 1 else kept
         # Compiled code cannot read whether there are several sequences.
         starts = None if torch.compiler.is_compiling() else self.sequence_starts
@@ -147,11 +139,10 @@ class ModelMask(FlexBlockMask):
 
     def convert_for(self, implementation: str):
         """Returns the same mask in the form for another attention implementation of Transformers."""
-        if torch.compiler.is_compiling():
-            return AttentionMaskInterface()[implementation](**self.arguments)
-        if implementation not in self._converted:
-            self._converted[implementation] = AttentionMaskInterface()[implementation](**self.arguments)
-        return self._converted[implementation]
+        converted = {} if torch.compiler.is_compiling() else self._converted
+        if implementation not in converted:
+            converted[implementation] = AttentionMaskInterface()[implementation](**self.arguments)
+        return converted[implementation]
 
     @cached_property
     def sequences(self) -> list[list[int]]:
@@ -174,17 +165,22 @@ class ModelMask(FlexBlockMask):
         """Whether chunks leave pairs out."""
         return self.chunk is not None and self.chunk < self.first_key_position + self.kv_length
 
+    def lengths(self) -> dict[str, torch.Tensor]:
+        """Returns the keywords of ``attention`` that say which tokens exist."""
+        if self.key_starts is None:
+            return {}
+        earlier = self.key_count - self.q_length  # the last query aligns with the last key
+        queries = {"q_starts": self.key_starts - earlier, "q_lens": (self.key_stops - earlier).clamp(min=0)}
+        return {"kv_starts": self.key_starts, "kv_lens": self.key_stops, **queries}
+
     def limits(self) -> tuple[str, ...]:
         """Returns the spec texts of the window and the chunks, where they leave pairs out."""
         window = () if self.window is None or self.window >= self.kv_length else (f"local({self.window})",)
         return (*window, f"block_diagonal(block={self.chunk})") if self.is_chunked() else window
 
     def intersect(self, mask: Pattern | str | BlockMask | None, device: torch.device) -> Pattern | str | BlockMask | None:
-        """Returns the intersection of ``mask``, which replaces ``base``, and the model's other restrictions, for keys up to
-        ``key_count``.
-
-        mask: a Pattern, spec text, a BlockMask of these lengths, or None for all pairs.
-        """
+        """Returns ``mask``, which replaces ``base``, within the model's other restrictions, for keys up to ``key_count``. mask: a
+        Pattern, spec text, a BlockMask of these lengths, or None for all pairs."""
         limits = self.limits()
         if isinstance(mask, BlockMask):
             self._check_block_mask(mask, limits)
@@ -227,7 +223,7 @@ _FIELDS = tuple(inspect.signature(ModelMask.__init__).parameters)[1:]
 
 
 def _read_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a mask within torch.compile. Raises ValueError for masks that are not clear from the arguments."""
+    """Returns the fields of a mask. Raises ValueError for masks that are not clear from the arguments."""
     bidirectional = "allow_is_bidirectional_skip" in arguments
     size, config = arguments.get("local_size"), arguments.get("config")
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
@@ -301,14 +297,24 @@ def create_model_mask(**arguments) -> ModelMask:
     compiling, padding = torch.compiler.is_compiling(), arguments.get("attention_mask")
     fields = _read_arguments(arguments) if compiling else _read_function(arguments["mask_function"])
     q_length, kv_length, first_key_position = (arguments[name] for name in ("q_length", "kv_length", "kv_offset"))
-    mask = ModelMask(q_length, kv_length, first_key_position=first_key_position, arguments=arguments, **fields or {})
-    _set_key_count(mask, arguments["q_offset"])
+    count, in_tensor = arguments["q_offset"] + (q_length - first_key_position), None
+    if isinstance(count, torch.Tensor):
+        count, in_tensor = None if compiling else int(count), count
+    elif count != kv_length:
+        in_tensor = torch.full((), count, device=arguments["device"])
+    keys = {"first_key_position": first_key_position, "key_count": count, "key_count_tensor": in_tensor}
+    mask = ModelMask(q_length, kv_length, arguments=arguments, **keys, **fields or {})
+    if count is not None and not 0 < count <= kv_length:
+        mask.refusal = (
+            f"the cache must hold the key of the last query; got {kv_length} keys from position {first_key_position} on, "
+            "which end before; make it longer"
+        )
     if fields is None:
         mask.kept_pairs = sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
         mask.first_token = None if padding is None else padding.bool().int().argmax(1)
         return mask
     # If every token sees every other, keys past the queries' are not the future but extra ones.
-    if mask.base == "full" and mask.key_count is not None and mask.key_count < kv_length:
+    if mask.base == "full" and count is not None and count < kv_length:
         mask.refusal = (
             f"a model that sees both ways must have a query for each key; got {q_length} queries and {kv_length} keys, "
             "as in prefix tuning; use another implementation: model.set_attn_implementation('sdpa')"
@@ -316,23 +322,6 @@ def create_model_mask(**arguments) -> ModelMask:
     if padding is not None:
         _set_padding(mask, padding.bool())
     return mask
-
-
-def _set_key_count(mask: ModelMask, q_offset: int | torch.Tensor) -> None:
-    """q_offset: the position of the first query, a tensor if the cache's length is one."""
-    if isinstance(q_offset, torch.Tensor):
-        mask.key_count_tensor = q_offset + (mask.q_length - mask.first_key_position)
-        if not torch.compiler.is_compiling():
-            mask.key_count = int(mask.key_count_tensor)
-    else:
-        mask.key_count = q_offset + mask.q_length - mask.first_key_position
-        if mask.key_count != mask.kv_length:
-            mask.key_count_tensor = torch.full((), mask.key_count, device=mask.arguments["device"])
-    if mask.key_count is not None and not 0 < mask.key_count <= mask.kv_length:
-        mask.refusal = (
-            f"the cache must hold the key of the last query; got {mask.kv_length} keys from position {mask.first_key_position} on, "
-            "which end before; make it longer"
-        )
 
 
 def _set_padding(mask: ModelMask, exist: torch.Tensor) -> None:

@@ -19,19 +19,16 @@ _OF_TOKENS = {"input_ids", "inputs_embeds", "token_type_ids"}
 _SHARED = {"labels", "num_items_in_batch", "output_hidden_states", "position_ids", "return_dict", "shift_labels", "use_cache"}
 
 
-def find_plan(masks: Mapping[int, object]) -> SharedSequence | None:
+def find_plan(plans: Mapping[int, SharedSequence | None]) -> SharedSequence | None:
     """Returns the plan of one of a model's layers, as all layers share its tokens; None if the layers have masks.
 
-    masks: by layer. Raises ValueError if layers do not share their tokens.
+    plans: by layer. Raises ValueError if layers do not share their tokens.
     """
-    plans = {number: mask for number, mask in masks.items() if isinstance(mask, SharedSequence)}
-    if not plans:
-        return None
-    first = next(iter(plans.values()))
-    wrong = sorted(number for number in masks if number not in plans or plans[number].positions is not first.positions)
+    number, first = next(((number, plan) for number, plan in plans.items() if plan is not None), (0, None))
+    wrong = sorted(other for other, plan in plans.items() if first and (plan is None or plan.positions is not first.positions))
     if wrong:
         raise ValueError(
-            f"layers {wrong} do not share their tokens with layer {next(iter(plans))}; make one plan for all layers: "
+            f"layers {wrong} do not share their tokens with layer {number}; make one plan for all layers: "
             "context_parallel([mask of each layer, ...], ...)"
         )
     return first
