@@ -23,9 +23,8 @@ from ...masks.pattern import And, PerBatch, PerEntry
 from ...patterns import documents
 from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
-from .given_masks import CONFIG_KEY, LayerMask, future_error
-from .model_mask import ModelMask, assume_mask, convert_mask
-from .sequences import find_sequences
+from .given_masks import CONFIG_KEY, LayerSettings, future_error
+from .model_mask import ModelMask, convert_mask, find_sequences
 
 # "block_sparse", or a name of a copy's own. If a name contains "flash", Transformers looks for a FlashAttention kernel.
 NAME = NAMESPACE.replace("sparse_flash", "block_sparse").replace("flash", "")
@@ -43,20 +42,8 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-class LayerSettings(NamedTuple):
-    """The settings of one layer. packed: whether compiled code expects packed sequences. bidirectional: whether the mask may look
-    ahead in a causal layer."""
-
-    mask: LayerMask
-    backend: str
-    deterministic: bool | None
-    precision: str | None
-    packed: bool
-    bidirectional: bool
-
-
 class LayerCall(NamedTuple):
-    """One call of a layer. settings: with the mask of dense calls if it is one. kept: what ``attention`` takes for that mask.
+    """One call of a layer. settings: of the layer, or of its dense calls. kept: what ``attention`` takes for their mask.
     query, key, value: (batch, heads, tokens, head_dim). options: keywords of ``attention``, ``attention_varlen`` and plans.
     sinks: (heads,). kv_lens: (batch,) int32, the keys of a static cache, where compiled code cannot cut off the others."""
 
@@ -85,24 +72,24 @@ def attend_layer(module, query, key, value, attention_mask, **options):
     settings = getattr(module, SETTINGS, None)
     if settings is None:
         return _attend_as_before(module, query, key, value, attention_mask, **options)
-    if settings.mask.why_dense(attention_mask, query, key):
-        settings = settings._replace(mask=settings.mask.dense)
-    may_break = torch.compiler.is_compiling() and settings.mask.plan is None
-    outside = may_break and not _is_traceable(settings.mask, attention_mask, query, key, **options)
+    if settings.why_dense(attention_mask, query, key):
+        settings = settings.dense
+    may_break = torch.compiler.is_compiling() and settings.plan is None
+    outside = may_break and not _is_traceable(settings, attention_mask, query, key, **options)
     attend = _attend_outside_graphs if outside else _attend_switched
     return attend(settings, module, query, key, value, attention_mask, **options).transpose(1, 2).contiguous(), None
 
 
-def _is_traceable(mask: LayerMask, model_mask, query, key, dropout=0.0, softcap=None, **_) -> bool:
+def _is_traceable(settings: LayerSettings, model_mask, query, key, dropout=0.0, softcap=None, **_) -> bool:
     """Whether the call reads no values, which compiled code cannot do."""
     if model_mask is None:
         return True
     if not isinstance(model_mask, ModelMask) or model_mask.kept_pairs is not None:
         return False
-    if mask.dense is not None and (model_mask.key_starts is not None or model_mask.key_count is None):
+    if settings.dense is not None and (model_mask.key_starts is not None or model_mask.key_count is None):
         return False
     # Reading first_key_position specializes the graph on its value.
-    needs_positions = mask.needs_positions or model_mask.is_chunked()
+    needs_positions = settings.needs_positions or model_mask.is_chunked()
     if needs_positions and model_mask.first_key_position:
         return False
     one_run = model_mask.key_starts is None or (model_mask.q_length == 1 and not model_mask.is_chunked())
@@ -113,7 +100,7 @@ def _is_traceable(mask: LayerMask, model_mask, query, key, dropout=0.0, softcap=
 
 def _needs_positions(call: LayerCall) -> bool:
     """Whether the combined mask depends on more than the distance of query and key."""
-    return call.settings.mask.needs_positions or call.model_mask.is_chunked()
+    return call.settings.needs_positions or call.model_mask.is_chunked()
 
 
 def _is_prompt(model_mask: ModelMask) -> bool:
@@ -135,47 +122,47 @@ def _attend_switched(
             "implementation, such as model.set_attn_implementation('eager')"
         )
     if attention_mask is None:
-        model_mask = assume_mask(module, query, key, sliding_window, is_causal)
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        base, lengths = "causal" if causal else "full", (query.shape[2], key.shape[2])
+        model_mask = ModelMask(*lengths, base, sliding_window, key_count=key.shape[2])
     elif not isinstance(attention_mask, ModelMask):
         model_mask = convert_mask(attention_mask, query, key)
     elif attention_mask.key_count is None and not torch.compiler.is_compiling():
         model_mask = attention_mask.changed(key_count=int(attention_mask.key_count_tensor))  # made in compiled code
     else:
         model_mask = attention_mask
-    kept = "causal" if settings.mask.kept is None and model_mask.base == "causal" else settings.mask.kept
+    kept = "causal" if settings.kept is None and model_mask.base == "causal" else settings.kept
     options = {"scale": scaling, "deterministic": settings.deterministic, "backend": settings.backend}
     call = LayerCall(settings, kept, module, model_mask, query, key, value, options, dropout, softcap, s_aux)
-    if settings.mask.plan is not None:
-        return _attend_by_plan(call, settings.mask.plan, block_indices)
-    _check_lengths(call)
-    call = _cut_cache(call)
+    if settings.plan is not None:
+        return _attend_by_plan(call, settings.plan, block_indices)
     cu_seqlens = find_sequences(model_mask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k, settings.packed)
+    _check_call(call, cu_seqlens is not None)
+    if model_mask.key_count_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(model_mask):
+        call = call._replace(kv_lens=model_mask.key_count_tensor.to(torch.int32).expand(query.shape[0]))
+    elif model_mask.key_count != model_mask.kv_length:  # a static cache
+        call = call._replace(key=key[:, :, : model_mask.key_count], value=value[:, :, : model_mask.key_count])
     if block_indices is not None:
         return _attend_chosen_blocks(call, block_indices, cu_seqlens is not None)
-    _check_mask(call, cu_seqlens is not None)
     return _attend_rows(call) if cu_seqlens is None else _attend_packed(call, cu_seqlens)
 
 
 _attend_outside_graphs = torch.compiler.disable(_attend_switched)
 
 
-def _check_lengths(call: LayerCall) -> None:
-    model_mask, q_length, kv_length = call.model_mask, call.query.shape[2], call.key.shape[2]
+def _check_call(call: LayerCall, packed: bool) -> None:
+    """Raises ValueError for masks that the call cannot have, and warns of a mask within causal where the model's own lets some
+    tokens see later ones. packed: whether a row has several sequences."""
+    mask, model_mask, layer = call.settings, call.model_mask, type(call.module).__name__
     if model_mask.refusal is not None:
         raise ValueError(model_mask.refusal)
-    if (model_mask.q_length, model_mask.kv_length) != (q_length, kv_length):
+    if (model_mask.q_length, model_mask.kv_length) != (call.query.shape[2], call.key.shape[2]):
         raise ValueError(
-            f"{type(call.module).__name__} attends from {q_length} queries to {kv_length} keys under a mask for "
+            f"{layer} attends from {call.query.shape[2]} queries to {call.key.shape[2]} keys under a mask for "
             f"{model_mask.q_length} and {model_mask.kv_length}, which {NAME!r} does not support; use another implementation, such "
             "as model.set_attn_implementation('sdpa')"
         )
-
-
-def _check_mask(call: LayerCall, packed: bool) -> None:
-    """Raises ValueError for masks that the call cannot have, and warns of a mask within causal where the model's own lets some
-    tokens see later ones. packed: whether a row has several sequences."""
-    mask, model_mask, layer = call.settings.mask, call.model_mask, type(call.module).__name__
-    if mask.looks_ahead and not call.settings.bidirectional and model_mask.base == "causal":  # a causal layer that does not say so
+    if mask.looks_ahead and not mask.bidirectional and model_mask.base == "causal":  # a causal layer that does not say so
         raise ValueError(future_error(f"the mask of {layer}", mask.given))
     within_causal = mask.kept is not None and not mask.looks_ahead
     if within_causal and model_mask.kept_pairs is not None and model_mask.sees_both_ways:
@@ -212,8 +199,12 @@ def _attend_rows(call: LayerCall) -> torch.Tensor:
     padded = model_mask.first_token is not None if compiling else any(first for first, *_ in model_mask.sequences)
     moves = padded and _needs_positions(call)
     is_whole = model_mask.q_length == model_mask.key_count and not model_mask.first_key_position and model_mask.kept_pairs is None
-    if (call.settings.mask.dense is not None and model_mask.key_starts is not None) or (moves and not is_whole):
-        return _attend_padded(call)
+    if (call.settings.dense is not None and model_mask.key_starts is not None) or (moves and not is_whole):
+        earlier, runs = model_mask.key_count - model_mask.q_length, []
+        for row, (first, start, stop) in enumerate(model_mask.sequences):
+            low, high = max(0, start - earlier), max(0, start - earlier, stop - earlier)
+            runs.append((row, low, high, start, stop, model_mask.first_key_position + start - first))
+        return _attend_runs(call, runs)
     if moves:
         first, count = model_mask.first_token, model_mask.key_stops - model_mask.key_starts
         query, key, value = (_roll_tokens(t, first) for t in (call.query, call.key, call.value))
@@ -230,15 +221,6 @@ def _attend(call: LayerCall, **lengths: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, attention(call.query, call.key, call.value, mask, precision=precision, **options))
 
 
-def _attend_padded(call: LayerCall) -> torch.Tensor:
-    """Attends each sequence of a padded batch by itself."""
-    earlier, runs = call.model_mask.key_count - call.model_mask.q_length, []
-    for row, (first, start, stop) in enumerate(call.model_mask.sequences):
-        low, high = max(0, start - earlier), max(0, start - earlier, stop - earlier)
-        runs.append((row, low, high, start, stop, call.model_mask.first_key_position + start - first))
-    return _attend_runs(call, runs)
-
-
 def _attend_runs(call: LayerCall, runs: list[tuple[int, int, int, int, int, int]]) -> torch.Tensor:
     """Attends runs of tokens one by one, so their positions and blocks start with their sequences. Other tokens get 0. runs: in
     order, (row, first query, end of queries, first key, end of keys, position of the first key in its sequence)."""
@@ -247,7 +229,11 @@ def _attend_runs(call: LayerCall, runs: list[tuple[int, int, int, int, int, int]
             "a layer's BlockMask must be of one length; got packed sequences, or a batch padded on the left, with a cache, padding "
             "between tokens or limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
         )
-    (batch, _, tokens, _), mask, whole = call.query.shape, call.settings.mask, call.model_mask.kept_pairs
+    (batch, _, tokens, _), settings, whole = call.query.shape, call.settings, call.model_mask.kept_pairs
+    pattern = parse(call.kept) if isinstance(call.kept, str) else call.kept
+    of_rows = pattern.patterns if isinstance(pattern, PerBatch) else (call.kept,)
+    if len(of_rows) not in (1, batch):
+        raise ValueError(f"per_batch must be for the batch's {batch} sequences; got {len(of_rows)} patterns")
     pieces, done = [], 0
     for row, low, high, start, stop, position in runs:
         fields: dict[str, Any] = {"q_length": high - low, "kv_length": stop - start, "key_count": stop - start}
@@ -256,23 +242,12 @@ def _attend_runs(call: LayerCall, runs: list[tuple[int, int, int, int, int, int]
             fields["kept_pairs"] = whole.expand(batch, -1, tokens, -1)[row, None, :, low:high, start:stop]
         query, key, value = call.query[row, None, :, low:high], *(t[row, None, :, start:stop] for t in (call.key, call.value))
         model_mask = call.model_mask.changed(**fields)
-        dense = mask.dense if mask.why_dense(model_mask, query, key) else None
-        kept = _mask_of_row(call.kept, row, batch) if dense is None else dense.kept
+        kept = settings.dense.kept if settings.dense and settings.why_dense(model_mask, query, key) else of_rows[row % len(of_rows)]
         one = call._replace(kept=kept, model_mask=model_mask, query=query, key=key, value=value)
         pieces.append(pad(_attend_rows(one), (0, 0, row * tokens + low - done, 0)))
         done = row * tokens + high
     out = pad(torch.cat(pieces, 2), (0, 0, 0, batch * tokens - done))
     return torch.unflatten(out[0], 1, (batch, tokens)).transpose(0, 1)
-
-
-def _mask_of_row(mask: Any, row: int, batch: int) -> Any:
-    """Returns the mask of one sequence of the batch."""
-    pattern = parse(mask) if isinstance(mask, str) else mask
-    if not isinstance(pattern, PerBatch):
-        return mask
-    if len(pattern.patterns) not in (1, batch):
-        raise ValueError(f"per_batch must be for the batch's {batch} sequences; got {len(pattern.patterns)} patterns")
-    return pattern.patterns[row % len(pattern.patterns)]
 
 
 def _can_decode_rows(call: LayerCall) -> bool:
@@ -296,14 +271,6 @@ def _decode(call: LayerCall) -> torch.Tensor:
     return out if call.sinks is None else with_sinks(out, lse, call.sinks, None)[0]
 
 
-def _cut_cache(call: LayerCall) -> LayerCall:
-    """Returns the call without what lies past the end of a static cache, or with its lengths."""
-    model_mask, end = call.model_mask, call.model_mask.key_count
-    if model_mask.key_count_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(model_mask):
-        return call._replace(kv_lens=model_mask.key_count_tensor.to(torch.int32).expand(call.query.shape[0]))
-    return call if end == model_mask.kv_length else call._replace(key=call.key[:, :, :end], value=call.value[:, :, :end])
-
-
 def _roll_tokens(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """Rolls (batch, heads, tokens, head_dim): token ``by[b]`` of entry b comes first, and the tokens before it come last."""
     tokens = tensor.shape[2]
@@ -315,7 +282,7 @@ def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: 
     """Attends each query to the blocks that it chose, its own among them, up to the query."""
     settings, model_mask = call.settings, call.model_mask
     unsupported = {
-        "a mask of its own: leave it out, or pass 'own' for this layer": settings.mask.kept is not None,
+        "a mask of its own: leave it out, or pass 'own' for this layer": settings.kept is not None,
         "packed sequences": packed,
         "a window": bool(model_mask.limits()) or model_mask.base != "causal" or bool(model_mask.first_key_position),
         **call.extras(),

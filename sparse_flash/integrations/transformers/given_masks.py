@@ -37,22 +37,27 @@ _IMPLEMENTATION = "attn_implementation"  # in the config too, if a user set it: 
 _FORMAT = 1
 
 
-class LayerMask(NamedTuple):
-    """The checked mask of a layer.
+class LayerSettings(NamedTuple):
+    """The checked mask and the settings of a layer, those of ``use_sparse_flash``.
 
-    given: as ``masks_of`` returns it. kept: what calls keep: ``given``, with the last tokens joined to its choosers; None for the
-    model's own mask, and for a plan. looks_ahead: whether queries may see later keys. dense: the mask of calls that do not choose;
-    None without choosers. dense_below, dense_last: as for ``use_sparse_flash``.
+    given: the mask as ``masks_of`` returns it. kept: what calls keep: ``given``, with the last tokens joined to its choosers; None
+    for the model's own mask, and for a plan. looks_ahead: whether queries may see later keys. dense: of calls that do not choose;
+    None without choosers.
     """
 
     given: Any
     kept: Any
     needs_positions: bool
     looks_ahead: bool
+    dense_below: int
+    dense_last: int
+    bidirectional: bool
+    backend: str
+    deterministic: bool | None
+    precision: str | None
+    packed: bool
     plan: SharedSequence | None = None
-    dense: LayerMask | None = None
-    dense_below: int = 0
-    dense_last: int = 0
+    dense: LayerSettings | None = None
 
     def why_dense(self, model_mask: object, query: torch.Tensor, key: torch.Tensor) -> str | None:
         """Why a call is dense although the mask has choosers; None if it is not. A ``ModelMask``'s window limits a query's keys."""
@@ -70,11 +75,11 @@ class LayerMask(NamedTuple):
 
 def read_masks(
     model: Any, layers: Mapping[int, torch.nn.Module], mask: object, per_layer: object, bidirectional: bool,
-    dense_below: int | None, dense_layers: Any, dense_last: int | None
-) -> tuple[dict[int, LayerMask], bool, dict[str, Any] | None]:  # fmt: skip
-    """Returns the masks that ``use_sparse_flash`` is called for, with these arguments: given ones, those of a file, or saved ones;
-    whether they may look ahead; and their record, None if one has no text. layers: the model's, by number. Raises ValueError or
-    TypeError for masks and settings that do not fit them."""
+    dense_below: int | None, dense_layers: Any, dense_last: int | None, **options: Any
+) -> tuple[dict[int, LayerSettings], dict[str, Any] | None]:  # fmt: skip
+    """Returns the settings that ``use_sparse_flash`` is called for, with these arguments: given masks, those of a file, or saved
+    ones; and the record of the masks, None if one has no text. layers: the model's, by number. Raises ValueError or TypeError for
+    masks and settings that do not fit them."""
     numbers, source, counts = sorted(layers), "", _COUNTS
     if per_layer is None and (found := _find_record(model, mask)) is not None:
         name, record = found
@@ -92,7 +97,7 @@ def read_masks(
             f"a ContextPlan must be the plan of all layers; got a chooser in layers {chosen}, and ranks choose no blocks by "
             "content; make the plan of a pattern, or leave it out"
         )
-    make = cache(partial(_make_layer_mask, **counts))
+    make = cache(partial(_make_settings, **counts, bidirectional=bidirectional, **options))
     masks = {number: make(one) for number, one in given.items()}
     _check_heads(given, layers, source)
     ahead = [number for number, one in masks.items() if one.looks_ahead]
@@ -101,8 +106,7 @@ def read_masks(
         raise ValueError("bidirectional=True must come with a mask that looks ahead; got none; pass one, such as 'full'")
     if wrong and not bidirectional:
         raise ValueError(future_error(f"the mask of layers {wrong}", given[wrong[0]]))
-    record = _record_of(given, **(counts if chosen else {}), **({"bidirectional": True} if bidirectional else {}))
-    return masks, bidirectional, record
+    return masks, _record_of(given, **(counts if chosen else {}), **({"bidirectional": True} if bidirectional else {}))
 
 
 def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
@@ -198,29 +202,28 @@ def _check_counts(counts: Mapping[str, object]) -> None:
             raise ValueError(f"{name} must be a number of tokens, 0 or more; got {value!r}")
 
 
-def _make_layer_mask(given: Any, dense_below: int, dense_last: int) -> LayerMask:
-    """Raises ValueError for choosers that no model can serve."""
-    ahead = _looks_ahead(given)
+def _make_settings(given: Any, dense_last: int, **options: Any) -> LayerSettings:
+    """Returns the settings of layers with a mask. Raises ValueError for choosers that no model can serve."""
+    options |= {"looks_ahead": _looks_ahead(given), "dense_last": dense_last}
     if given == OWN or isinstance(given, SharedSequence):
-        return LayerMask(given, None, False, ahead, None if given == OWN else given)
+        return LayerSettings(given, None, False, plan=None if given == OWN else given, **options)
     if not has_choosers(given):
-        return LayerMask(given, given, depends_on_position(given), ahead)
+        return LayerSettings(given, given, depends_on_position(given), **options)
     choices = choices_of(given)
     if any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
         raise ValueError(
             f"{given} must choose by itself, as no model passes scores to scored; write a chooser, by register_chooser"
         )
-    kept, patterns = map_heads(given, partial(_join_last_tokens, last=dense_last)), without_choosers(given)
+
+    def join_last_tokens(choice: HeadChoice) -> Pattern:  # under causal
+        last = last_tokens(dense_last) if dense_last and choice.choosers and is_causal(choice.within) else None
+        inner = Or.of(*(one for one in (*choice.choosers, choice.always, last) if one is not None))
+        return inner if choice.within is None else And.of(choice.within, inner)
+
+    kept, patterns = map_heads(given, join_last_tokens), without_choosers(given)
     needs_positions = any(depends_on_position(one) for choice in choices for one in (choice.within, choice.always))
-    dense = LayerMask(patterns, patterns, depends_on_position(patterns), ahead)
-    return LayerMask(given, kept, needs_positions, ahead, None, dense, dense_below, dense_last)
-
-
-def _join_last_tokens(choice: HeadChoice, last: int) -> Pattern:
-    """Returns the expression of a head. Under causal its choosers are joined by the last tokens."""
-    joined = last_tokens(last) if last and choice.choosers and is_causal(choice.within) else None
-    inner = Or.of(*(one for one in (*choice.choosers, choice.always, joined) if one is not None))
-    return inner if choice.within is None else And.of(choice.within, inner)
+    dense = LayerSettings(patterns, patterns, depends_on_position(patterns), **options)
+    return LayerSettings(given, kept, needs_positions, dense=dense, **options)
 
 
 def saved_records(model: Any) -> dict[str, Any]:
@@ -328,7 +331,7 @@ def write_masks(
     Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
-def warn_of_difference(model: Any, masks: Mapping[int, LayerMask]) -> None:
+def warn_of_difference(model: Any, masks: Mapping[int, LayerSettings]) -> None:
     """Names the first two masks that differ between what a model was saved with and its layers. Masks without text are not
     compared."""
     found = saved_records(model)

@@ -34,8 +34,13 @@ _NO_TENSOR = (
     "the model computes with its attention mask, which is no tensor under sparse_flash; use another implementation, such as "
     "model.set_attn_implementation('sdpa')"
 )
-SLICED_AND_PACKED = (
+_SLICED_AND_PACKED = (
     "packed sequences must keep all of their queries in each layer; the model keeps the last ones; leave logits_to_keep out"
+)
+_PACKED_ERROR = (
+    "position_ids are of packed sequences; in compiled code, pass cu_seq_lens_q and cu_seq_lens_k too "
+    "(DataCollatorWithFlattening(return_flash_attn_kwargs=True)), or say use_sparse_flash(..., packed=True) and leave "
+    "attention_mask and the cache out"
 )
 
 
@@ -66,7 +71,7 @@ class ModelMask(FlexBlockMask):
     key_starts, key_stops: (batch,) int32, which keys exist; None for all up to ``key_count``.
     first_token: (batch,) integers, the position of each sequence's first token in the padded batch; None if that is 0.
     sequence_starts: (batch | 1, q_length) bool, where packed sequences start by the mask function; None if it separates none.
-    refusal: why attention cannot apply it, or None. arguments: Transformers' arguments for the mask.
+    refusal: why attention cannot apply it. arguments: Transformers' arguments for the mask. None for none.
 
     It subclasses FlexAttention's mask because ``generate()`` creates the masks of static caches before it calls the model, which
     accepts only tensors and that class as prebuilt masks. An ordinary class, which torch.compile can create and read.
@@ -131,7 +136,7 @@ class ModelMask(FlexBlockMask):
         starts = None if torch.compiler.is_compiling() else self.sequence_starts
         packed = starts is not None and bool(starts[:, 1:].any())
         packed = packed or (self.found_sequences or (None, None))[1] is not None
-        refusal = SLICED_AND_PACKED if packed else self.refusal
+        refusal = _SLICED_AND_PACKED if packed else self.refusal
         return self.changed(q_length=q_length, kept_pairs=kept, sequence_starts=starts, refusal=refusal, arguments=arguments)
 
     def __repr__(self):
@@ -183,7 +188,16 @@ class ModelMask(FlexBlockMask):
         Pattern, spec text, a BlockMask of these lengths, or None for all pairs."""
         limits = self.limits()
         if isinstance(mask, BlockMask):
-            self._check_block_mask(mask, limits)
+            if self.key_count is not None and (mask.q_len, mask.kv_len) != (self.q_length, self.key_count):
+                raise ValueError(
+                    f"a layer's BlockMask must fit its tokens; got one compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; the "
+                    f"layer has {self.q_length} queries and {self.key_count} keys; pass the pattern itself, which is compiled for "
+                    "each length"
+                )
+            if limits or self.first_key_position:
+                said = " & ".join(limits) or f"keys from position {self.first_key_position} on"
+                way_out = "pass a Pattern" + ", or set the model's config.sliding_window to None" * said.startswith("local(")
+                raise ValueError(f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; {way_out}")
         # Compiled code with masks of positions keeps all keys, so graphs do not depend on the position.
         position = 0 if torch.compiler.is_compiling() else self.first_key_position
         mask = restrict_mask(mask, limits, position) if limits or (mask is not None and position) else mask
@@ -192,18 +206,6 @@ class ModelMask(FlexBlockMask):
         if (mask, device) not in self._tables:
             self._tables[mask, device] = self._build_table(mask, device)
         return self._tables[mask, device]
-
-    def _check_block_mask(self, mask: BlockMask, limits: tuple) -> None:
-        if self.key_count is not None and (mask.q_len, mask.kv_len) != (self.q_length, self.key_count):
-            raise ValueError(
-                f"a layer's BlockMask must fit its tokens; got one compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; the "
-                f"layer has {self.q_length} queries and {self.key_count} keys; pass the pattern itself, which is compiled for each "
-                "length"
-            )
-        if limits or self.first_key_position:
-            said = " & ".join(limits) or f"keys from position {self.first_key_position} on"
-            windowed = ", or set the model's config.sliding_window to None" * said.startswith("local(")
-            raise ValueError(f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; pass a Pattern{windowed}")
 
     def _build_table(self, mask: Any, device: torch.device) -> BlockMask:
         """Returns the table of a mask within ``kept_pairs``."""
@@ -255,9 +257,7 @@ def _read_function(function: Any) -> dict[str, Any] | None:
     parts = [function]
     while parts:
         part = parts.pop()
-        code = getattr(part, "__code__", None)  # a partial has none
-        cells = zip(code.co_freevars, part.__closure__ or (), strict=True) if code else ()
-        held = {variable: cell.cell_contents for variable, cell in cells}
+        held = inspect.getclosurevars(part).nonlocals if inspect.isfunction(part) else {}
         match getattr(part, "__qualname__", "").removesuffix(".<locals>.inner_mask"):
             case "causal_mask_function":
                 base = "causal"
@@ -353,12 +353,6 @@ def _set_padding(mask: ModelMask, exist: torch.Tensor) -> None:
     mask.key_starts, mask.key_stops = (t.clamp(min=0).to(torch.int32) for t in (starts, stops))
 
 
-def assume_mask(module, query, key, sliding_window, is_causal) -> ModelMask:
-    """Returns the mask of a layer that receives none: causal if the layer is, with the last query aligned to the last key."""
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    return ModelMask(query.shape[2], key.shape[2], "causal" if causal else "full", sliding_window, key_count=key.shape[2])
-
-
 def convert_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> ModelMask:
     """Returns the mask of a tensor of pairs passed to the model, True or 0 where a pair is kept; converted once per tensor, but in
     each layer for one made in inference mode, which does not count the writes to it."""
@@ -386,3 +380,71 @@ def convert_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> 
     if not mask.is_inference():
         mask._sparse_flash = mask._version, model_mask  # type: ignore[attr-defined]  # cached on the tensor
     return model_mask
+
+
+def find_sequences(model_mask: ModelMask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k, packed: bool) -> torch.Tensor | None:
+    """Returns the first token of each packed sequence among all tokens of the batch, then their end, (sequences + 1,) int32: by
+    cu_seq_lens_q of that form, otherwise by the mask function and by position_ids, (batch | 1, tokens), where they do not rise.
+    None if each row is one sequence. packed: whether compiled code, which cannot read values, expects packed sequences.
+
+    Layers of a kind share what it found. In compiled code it stores nothing, as layers may be checkpointed.
+    """
+    batch = query.shape[0]
+    if cu_seq_lens_q is not None:
+        if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
+            # Reading values on a GPU takes a synchronization in each layer.
+            read = query.device.type == "cpu" and not torch.compiler.is_compiling()
+            if cu_seq_lens_k.shape != cu_seq_lens_q.shape or (read and (cu_seq_lens_k != cu_seq_lens_q).any()):
+                raise ValueError("cu_seq_lens_k must be equal to cu_seq_lens_q, as self-attention has one list; leave it out")
+        return cu_seq_lens_q.to(query.device)
+    compiling, held = torch.compiler.is_compiling(), model_mask.found_sequences
+    if held is not None and held[0] is position_ids and not compiling:
+        return held[1]
+    if compiling and packed and position_ids is not None and position_ids.shape[-1] != model_mask.q_length:
+        raise ValueError(_SLICED_AND_PACKED)
+    by_function, by_positions = model_mask.sequence_starts, _starts_by_positions(model_mask, position_ids)
+    starts = by_function if by_positions is None else by_positions if by_function is None else by_positions | by_function
+    if not compiling:
+        found = None if starts is None or not starts[:, 1:].any() else _bounds_of(starts.expand(batch, -1))
+        model_mask.found_sequences = position_ids, found
+        return found
+    if starts is None:
+        return None
+    if packed and model_mask.key_starts is None and model_mask.q_length == model_mask.kv_length:
+        return _bounds_of(starts.expand(batch, -1))
+    assert_in_graph(~starts[:, 1:].any(), _PACKED_ERROR)
+    return None
+
+
+def _starts_by_positions(model_mask: ModelMask, position_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns whether a sequence starts with a token, (batch | 1, q_length) bool: with the first, and with any whose position is
+    not past that of the last existing token before it. None if position_ids are not one for each query, or if the user gave a
+    mask of pairs, which says itself who sees whom."""
+    q_length, arguments = model_mask.q_length, model_mask.arguments or {}
+    if position_ids is None or position_ids.dim() > 2 or not position_ids.shape[-1] == q_length > 1:
+        return None
+    if not arguments and model_mask.kept_pairs is not None:
+        return None
+    positions, padding = position_ids.view(-1, q_length), arguments.get("attention_mask")
+    earlier = positions[:, :-1]
+    before = later = torch.ones_like(earlier, dtype=torch.bool)
+    if padding is not None:
+        token = torch.arange(q_length, device=positions.device)
+        exist = padding.bool()[:, (token + arguments["q_offset"]).clamp(max=padding.shape[1] - 1)]
+        last = torch.where(exist, token, -1).cummax(1).values[:, :-1]
+        before, later = last >= 0, exist[:, 1:]
+        earlier = positions.expand(exist.shape[0], -1).gather(1, last.clamp(min=0))
+    return pad((positions[:, 1:] <= earlier) & before & later, (1, 0), value=True)
+
+
+def _bounds_of(starts: torch.Tensor) -> torch.Tensor:
+    """Returns ``find_sequences`` of starts, (batch, q_length) bool. In compiled code, which cannot read how many sequences there
+    are, (tokens + 1,): the sequences past the last are empty."""
+    starts = starts.flatten()
+    tokens = starts.shape[0]
+    if not torch.compiler.is_compiling():
+        return pad(starts.nonzero().flatten(), (0, 1), value=tokens).to(torch.int32)
+    # The first token of each sequence writes its position to the sequence's number; all others write past the end.
+    number = torch.where(starts, starts.cumsum(0) - 1, tokens + 1)
+    token = torch.arange(tokens, device=starts.device, dtype=torch.int32)
+    return torch.full((tokens + 2,), tokens, dtype=torch.int32, device=starts.device).scatter(0, number, token)[:-1]
