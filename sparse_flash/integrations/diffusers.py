@@ -250,7 +250,7 @@ def layout_of(transformer: torch.nn.Module, shape: Sequence[int], text: int = 0)
     model, parts = _find_model(transformer)
     if len(shape) != 5:
         raise ValueError(f"shape must be that of 5-D latents, (batch, channels, frames, height, width); got {tuple(shape)}")
-    grid = tuple(shape[2:])
+    grid = shape[2], shape[3], shape[4]
     if parts.grid_of is not _grid_of_ltx:  # which gets its video packed
         grid = parts.grid_of(config=model.config, given={"hidden_states": torch.empty(tuple(shape), device="meta")})
     run = getattr(model, _RUN_KEY, None)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import mul
 from os import PathLike
+from typing import Any
 
 import torch
 import transformers
@@ -109,7 +110,7 @@ def use_sparse_flash(
     part = find_tower(model)
     layers = find_self_attention(part)
     given = mask, per_layer, bidirectional, dense_below, dense_layers, dense_last
-    options = {"backend": backend, "deterministic": deterministic, "precision": precision, "packed": packed}
+    options: dict[str, Any] = {"backend": backend, "deterministic": deterministic, "precision": precision, "packed": packed}
     settings, record = read_masks(model, layers, *given, **options)
     plan = find_plan({number: one.plan for number, one in settings.items()})
     if plan is not None:

@@ -40,14 +40,14 @@ def find_tower(model: torch.nn.Module) -> torch.nn.Module:
 
 def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     """Returns a tower's self-attention modules by layer number. Raises ValueError if some cannot be switched."""
-    taking = [(name, module) for name, module in model.named_modules() if takes_interface(module)]
     attention = [one for one in model.modules() if hasattr(one, "is_causal") and getattr(one, "layer_idx", None) is not None]
     if others := [module for module in attention if not any(map(takes_interface, module.modules()))]:
         raise ValueError(
             f"{type(others[0]).__name__} of {type(model).__name__} does not call attention through Transformers' attention "
             "interface; call sparse_flash.attention in its code instead"
         )
-    found = [module for name, module in taking if not _is_cross_attention(name, module)]
+    named = model.named_modules()
+    found = [module for name, module in named if takes_interface(module) and not _is_cross_attention(name, module)]
     # If some layers are causal, the others belong to an encoder, or attend to one.
     found = [module for module in found if getattr(module, "is_causal", False)] or found
     if not found:
@@ -55,7 +55,7 @@ def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
             f"{type(model).__name__} has no self-attention layers that call Transformers' attention interface; call "
             "sparse_flash.attention in its code instead"
         )
-    if biased := [module for module in found if _uses(module, "position_bias")]:
+    if biased := [module for module in found if "position_bias" in _names(type(module).__mro__)]:
         raise ValueError(
             f"{type(biased[0]).__name__} passes position_bias to its attention, which sparse_flash does not support; use another "
             "implementation, such as model.set_attn_implementation('sdpa')"
@@ -80,18 +80,13 @@ def _is_cross_attention(name: str, module: torch.nn.Module) -> bool:
 
 
 def takes_interface(module: torch.nn.Module) -> bool:
-    return _uses(module, "ALL_ATTENTION_FUNCTIONS")
-
-
-def _uses(module: torch.nn.Module, name: str) -> bool:
-    kind: type = type(module)  # declared: mypy takes type[Module] for a Module, whose hash it does not know
-    return name in _names(kind)
+    return "ALL_ATTENTION_FUNCTIONS" in _names(type(module).__mro__)
 
 
 @cache
-def _names(kind: type) -> frozenset[str]:
-    """Returns the names that a class's methods use: globals, attributes, and keywords that they pass."""
-    owners = [one for one in kind.__mro__ if one.__module__ not in _NOT_OF_MODELS and not one.__module__.startswith("torch.")]
+def _names(kinds: tuple[type, ...]) -> frozenset[str]:
+    """Returns the names that a class's methods use: globals, attributes, and keywords that they pass. kinds: it and its bases."""
+    owners = [one for one in kinds if one.__module__ not in _NOT_OF_MODELS and not one.__module__.startswith("torch.")]
     values = [value for one in owners for value in vars(one).values() if callable(value)]
     codes, found = [getattr(inspect.unwrap(value), "__code__", None) for value in values], set[str]()
     while codes:

@@ -297,13 +297,14 @@ def create_model_mask(**arguments) -> ModelMask:
     compiling, padding = torch.compiler.is_compiling(), arguments.get("attention_mask")
     fields = _read_arguments(arguments) if compiling else _read_function(arguments["mask_function"])
     q_length, kv_length, first_key_position = (arguments[name] for name in ("q_length", "kv_length", "kv_offset"))
-    count, in_tensor = arguments["q_offset"] + (q_length - first_key_position), None
+    count: Any = arguments["q_offset"] + (q_length - first_key_position)
+    keys = {"first_key_position": first_key_position, "key_count": count}
     if isinstance(count, torch.Tensor):
-        count, in_tensor = None if compiling else int(count), count
+        keys |= {"key_count": None if compiling else int(count), "key_count_tensor": count}
     elif count != kv_length:
-        in_tensor = torch.full((), count, device=arguments["device"])
-    keys = {"first_key_position": first_key_position, "key_count": count, "key_count_tensor": in_tensor}
+        keys["key_count_tensor"] = torch.full((), count, device=arguments["device"])
     mask = ModelMask(q_length, kv_length, arguments=arguments, **keys, **fields or {})
+    count = mask.key_count
     if count is not None and not 0 < count <= kv_length:
         mask.refusal = (
             f"the cache must hold the key of the last query; got {kv_length} keys from position {first_key_position} on, "
