@@ -631,7 +631,7 @@ TABLES = (
     # Transformers.
     row("model", T, "must be a loaded model; got str", model="llama"),
     row("model", T, "model must be a PreTrainedModel, or hold one.*got Linear, which holds none", model=torch.nn.Linear(2, 2)),
-    each("model", V, r"mask must name layers of the model, 0 to 1; got layers \[(7|True)", mask=({7: "causal"}, {True: "causal"})),
+    each("model", V, r"mask must name layers of the model, 0 to 1; got \[(7|True)", mask=({7: "causal"}, {True: "causal"})),
     row("model", T, "mask must be one for all layers; got a list of 0", mask=[]),
     each("model", T, r"got a {type} of .*per_layer=\[.*per_head", mask=(["causal", "causal & local(9)"], ("causal",) * 4)),
     row("model", V, "mask and per_layer were both given", mask="causal", per_layer=["causal", "causal"]),

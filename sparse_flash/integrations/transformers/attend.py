@@ -24,6 +24,7 @@ from ...patterns import documents
 from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
 from .given_masks import CONFIG_KEY, LayerSettings, future_error
+from .layers import unsupported_error
 from .model_mask import ModelMask, convert_mask, find_sequences
 
 # "block_sparse", or a name of a copy's own. If a name contains "flash", Transformers looks for a FlashAttention kernel.
@@ -117,10 +118,7 @@ def _attend_switched(
     # An option that is off is None, or False for a switch.
     used = sorted(name for name, one in unknown.items() if one is not None and one is not False and name not in _WITHOUT_EFFECT)
     if used:
-        raise ValueError(
-            f"{type(module).__name__} passes {', '.join(used)} to its attention, which {NAME!r} does not support; use another "
-            "implementation, such as model.set_attn_implementation('eager')"
-        )
+        raise unsupported_error(module, f"passes {', '.join(used)} to its attention")
     if attention_mask is None:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         base, lengths = "causal" if causal else "full", (query.shape[2], key.shape[2])
@@ -156,12 +154,9 @@ def _check_call(call: LayerCall, packed: bool) -> None:
     mask, model_mask, layer = call.settings, call.model_mask, type(call.module).__name__
     if model_mask.refusal is not None:
         raise ValueError(model_mask.refusal)
-    if (model_mask.q_length, model_mask.kv_length) != (call.query.shape[2], call.key.shape[2]):
-        raise ValueError(
-            f"{layer} attends from {call.query.shape[2]} queries to {call.key.shape[2]} keys under a mask for "
-            f"{model_mask.q_length} and {model_mask.kv_length}, which {NAME!r} does not support; use another implementation, such "
-            "as model.set_attn_implementation('sdpa')"
-        )
+    lengths, of_mask = (call.query.shape[2], call.key.shape[2]), (model_mask.q_length, model_mask.kv_length)
+    if lengths != of_mask:
+        raise unsupported_error(call.module, f"attends with lengths {lengths} of queries and keys under a mask for {of_mask}")
     if mask.looks_ahead and not mask.bidirectional and model_mask.base == "causal":  # a causal layer that does not say so
         raise ValueError(future_error(f"the mask of {layer}", mask.given))
     within_causal = mask.kept is not None and not mask.looks_ahead
@@ -282,17 +277,14 @@ def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: 
     """Attends each query to the blocks that it chose, its own among them, up to the query."""
     settings, model_mask = call.settings, call.model_mask
     unsupported = {
-        "a mask of its own: leave it out, or pass 'own' for this layer": settings.kept is not None,
+        "a mask of its own (leave it out, or pass 'own' for this layer)": settings.kept is not None,
         "packed sequences": packed,
         "a window": bool(model_mask.limits()) or model_mask.base != "causal" or bool(model_mask.first_key_position),
         **call.extras(),
         f"precision={settings.precision!r}": settings.precision,
     }
     if used := [name for name, used in unsupported.items() if used]:
-        raise ValueError(
-            f"{type(call.module).__name__} chooses blocks of keys, beside which {NAME!r} does not support {used[0]}; or use "
-            "another implementation, such as model.set_attn_implementation('eager')"
-        )
+        raise unsupported_error(call.module, f"chooses blocks of keys beside {used[0]}")
     size, q_len, kv_len = call.module.config.index_block_size, call.query.shape[2], call.key.shape[2]
     picked = BlockSelection.from_picks(block_indices, size, q_len=q_len, kv_len=kv_len, own=False, check=False)
     return _attend_rows(call._replace(kept=picked))

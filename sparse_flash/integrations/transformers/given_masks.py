@@ -120,8 +120,7 @@ def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[i
             raise ValueError(f"per_layer must have {len(numbers)} masks, one for each attention layer; got {len(per_layer)}")
         given = dict(zip(numbers, per_layer, strict=True))
     elif isinstance(mask, Mapping):
-        if unknown := [number for number in mask if isinstance(number, bool) or number not in numbers]:
-            raise ValueError(f"mask must name layers of the model, {numbers[0]} to {numbers[-1]}; got layers {unknown}")
+        check_layers(mask, numbers, "mask")
         given = {number: mask.get(number) for number in numbers}
     elif isinstance(mask, Sequence) and not isinstance(mask, str):
         if not mask or not all(isinstance(one, SharedSequence) for one in mask):
@@ -136,11 +135,9 @@ def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[i
 
 
 def _normalize_mask(mask: object) -> object:
-    if mask is None:
+    if mask is None or (isinstance(mask, str) and mask == OWN):
         return OWN
-    if isinstance(mask, str):
-        return mask if mask == OWN else parse(mask).to_spec()  # raises now if something is wrong with it
-    if isinstance(mask, Pattern):
+    if isinstance(mask, (str, Pattern)):  # of wrong text it raises now
         return text_of(mask) or mask  # text, which compiled code accepts on every PyTorch
     if isinstance(mask, (BlockMask, SharedSequence)):
         return mask

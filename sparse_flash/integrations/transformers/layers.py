@@ -56,10 +56,7 @@ def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
             "sparse_flash.attention in its code instead"
         )
     if biased := [module for module in found if "position_bias" in _names(type(module).__mro__)]:
-        raise ValueError(
-            f"{type(biased[0]).__name__} passes position_bias to its attention, which sparse_flash does not support; use another "
-            "implementation, such as model.set_attn_implementation('sdpa')"
-        )
+        raise unsupported_error(biased[0], "passes position_bias to its attention")
     numbers = [number for module in found if (number := getattr(module, "layer_idx", None)) is not None]
     if len(numbers) < len(found):
         numbers = list(range(len(found)))
@@ -69,6 +66,11 @@ def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
             "of them to switch; call sparse_flash.attention in its code instead"
         )
     return dict(sorted(zip(numbers, found, strict=True)))
+
+
+def unsupported_error(module: torch.nn.Module, what: str) -> ValueError:
+    way_out = "use another implementation, such as model.set_attn_implementation('eager')"
+    return ValueError(f"{type(module).__name__} {what}, which sparse_flash does not support; {way_out}")
 
 
 def _is_cross_attention(name: str, module: torch.nn.Module) -> bool:

@@ -8,7 +8,7 @@ it. Both must say the same of a mask.
 from __future__ import annotations
 
 import inspect
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,14 +49,14 @@ _PACKED_ERROR = (
 def restrict_mask(mask: Any, limits: tuple[str, ...], position: int) -> Pattern | str:
     """Returns the mask, a Pattern, spec text or None for all pairs, within the limits, for keys from a position on; as text if it
     has one."""
+
+    def move(leaf: Pattern) -> Pattern:
+        counts_from_the_end = leaf.bind_length(0) != leaf
+        return leaf if leaf.chooses or counts_from_the_end else move_pattern(leaf, -position)
+
     parts = [parse(limit) if isinstance(limit, str) else limit for limit in (*limits, mask) if limit is not None]
-    restricted = And.of(*(part.map_leaves(partial(_move_leaf, by=-position)) for part in parts))
+    restricted = And.of(*(part.map_leaves(move) for part in parts))
     return text_of(restricted) or restricted
-
-
-def _move_leaf(leaf: Pattern, by: int) -> Pattern:
-    counts_from_the_end = leaf.bind_length(0) != leaf
-    return leaf if leaf.chooses or counts_from_the_end else move_pattern(leaf, by)
 
 
 class ModelMask(FlexBlockMask):
@@ -360,10 +360,9 @@ def convert_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> 
     cached = None if mask.is_inference() else getattr(mask, "_sparse_flash", None)
     if cached is not None and cached[0] == mask._version:
         return cached[1]
-    q_length, kv_length = query.shape[2], key.shape[2]
-    shape = tuple(mask.shape)
-    fits = mask.dim() == 4 and shape[2] in (1, q_length) and shape[3] == kv_length
-    if not fits or shape[0] not in (1, query.shape[0]) or shape[1] not in (1, query.shape[1]):
+    q_length, kv_length, shape = query.shape[2], key.shape[2], tuple(mask.shape)
+    fits = all(size in (1, whole) for size, whole in zip(shape, query.shape[:3], strict=False))
+    if mask.dim() != 4 or shape[3] != kv_length or not fits:
         raise ValueError(
             f"the model passes an attention mask of shape {shape} for {q_length} queries and {kv_length} keys; sparse_flash takes "
             f"(batch | 1, heads | 1, {q_length}, {kv_length})"

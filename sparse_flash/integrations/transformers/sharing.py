@@ -62,8 +62,9 @@ def find_plan(plans: Mapping[int, SharedSequence | None]) -> SharedSequence | No
     plans: by layer. Raises ValueError if layers do not share their tokens.
     """
     number, first = next(((number, plan) for number, plan in plans.items() if plan is not None), (0, None))
-    wrong = sorted(other for other, plan in plans.items() if first and (plan is None or plan.positions is not first.positions))
-    if wrong:
+    if first is None:
+        return None
+    if wrong := sorted(other for other, plan in plans.items() if plan is None or plan.positions is not first.positions):
         raise ValueError(
             f"layers {wrong} do not share their tokens with layer {number}; make one plan for all layers: "
             "context_parallel([mask of each layer, ...], ...)"
