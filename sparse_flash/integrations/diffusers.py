@@ -48,25 +48,17 @@ _LEAST_BLOCK = 64  # tokens of a table's block: Hopper's kernels take no smaller
 
 
 class _ModelParts(NamedTuple):
-    """Says where a model keeps what.
+    """Says where a model keeps what."""
 
-    grid_of: a function from ``config``, the model's, and ``given``, its arguments by name, to the (frames, height, width) of its
-    video, in tokens.
-    layers: the names of lists of blocks, and of the attention in each block. embed: the module that returns the video's tokens.
-    rotary_dim: the dimension of tokens in what ``rope`` returns. conditions: the module that returns conditions of single tokens,
-    and a function that reorders them. text_first: whether text comes before video in attention. outside_graphs: whether the length
-    of text in attention depends on a mask's values. reorders_in_layers: whether each layer must reorder tokens by itself; or a
-    value of the config's ``image_condition_type`` with which it must.
-    """
-
+    # From config=, the model's, and given=, its arguments by name, to the (frames, height, width) of its video, in tokens.
     grid_of: Callable[..., tuple[int, int, int]]
-    layers: tuple[tuple[str, str], ...] = (("transformer_blocks", "attn1"),)
-    embed: str = ""
-    rotary_dim: int = 0
-    conditions: tuple[str, Callable] | None = None
-    text_first: bool = False
-    outside_graphs: bool = False
-    reorders_in_layers: bool | str = False
+    layers: tuple[tuple[str, str], ...] = (("transformer_blocks", "attn1"),)  # lists of blocks, and the attention in each block
+    embed: str = ""  # the module that returns the video's tokens
+    rotary_dim: int = 0  # of tokens in what ``rope`` returns
+    conditions: tuple[str, Callable] | None = None  # the module that returns conditions of single tokens, what reorders them
+    text_first: bool = False  # in attention
+    outside_graphs: bool = False  # whether the length of text in attention depends on a mask's values
+    reorders_in_layers: bool | str = False  # whether each layer must; or config.image_condition_type with which it must
 
     def with_text(self, video: Any, text: int) -> VideoLayout:
         """Returns the layout of a video and the tokens of text in its attention."""
@@ -343,9 +335,7 @@ def _count_step(times: list[float], timestep: Any) -> int:
 
 
 class _Run:
-    """The settings of a switched model, and its present call. layout: of the video alone, None where the model runs unchanged; it
-    stays until the next call, as gradient checkpointing runs layers again. video: the latest layout. record: of ``record_masks``.
-    keeps_all: whether the call is a dense step in the order of tiles, as caches hold tokens in one order."""
+    """The settings of a switched model, and its present call, until the next, as gradient checkpointing runs layers again."""
 
     def __init__(
         self, model: Any, parts: _ModelParts, spec: Any, make: Callable, dense_steps: frozenset[int], precision: str | None
@@ -357,10 +347,10 @@ class _Run:
         self.names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self.layers: list[Any] = []
         self.hooks: list[Any] = []
-        self.layout: Any = None
-        self.video: Any = None
-        self.record: MaskRecord | None = None
-        self.keeps_all = False
+        self.layout: Any = None  # of the video alone; None where the model runs unchanged
+        self.video: Any = None  # the latest layout
+        self.record: MaskRecord | None = None  # of ``record_masks``
+        self.keeps_all = False  # whether the call is a dense step in the order of tiles, as caches hold tokens in one order
         self.batch = 0
 
     def is_in_place(self) -> bool:

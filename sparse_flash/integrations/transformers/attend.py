@@ -29,10 +29,9 @@ from .model_mask import ModelMask, convert_mask, find_sequences
 
 # "block_sparse", or a name of a copy's own. If a name contains "flash", Transformers looks for a FlashAttention kernel.
 NAME = NAMESPACE.replace("sparse_flash", "block_sparse").replace("flash", "")
-# Attributes of attention modules, set by ``use_sparse_flash``: the LayerSettings of a switched one, and the name of the
-# implementation that an unchanged one had, if Transformers switches it with the others.
-SETTINGS = "_sparse_flash_settings"
-PREVIOUS = "_sparse_flash_before"
+# Attributes of attention modules, set by ``use_sparse_flash``.
+SETTINGS = "_sparse_flash_settings"  # the LayerSettings of a switched one
+PREVIOUS = "_sparse_flash_before"  # the implementation that an unchanged one had, if Transformers switches it with the others
 
 # Keywords of transformers 5.23 that reach attention but do not change its result here: use_sparse_flash sets them (deterministic),
 # or they serve other parts of a model, or other implementations.
@@ -44,22 +43,20 @@ _WITHOUT_EFFECT = {
 
 
 class LayerCall(NamedTuple):
-    """One call of a layer. settings: of the layer, or of its dense calls. kept: what ``attention`` takes for their mask.
-    query, key, value: (batch, heads, tokens, head_dim). options: keywords of ``attention``, ``attention_varlen`` and plans.
-    sinks: (heads,). kv_lens: (batch,) int32, the keys of a static cache, where compiled code cannot cut off the others."""
+    """One call of a layer."""
 
-    settings: LayerSettings
-    kept: Any
+    settings: LayerSettings  # of the layer, or of its dense calls
+    kept: Any  # what ``attention`` takes for their mask
     module: Any
     model_mask: ModelMask
-    query: torch.Tensor
+    query: torch.Tensor  # (batch, heads, tokens, head_dim), as key and value
     key: torch.Tensor
     value: torch.Tensor
-    options: dict[str, Any]
+    options: dict[str, Any]  # keywords of ``attention``, ``attention_varlen`` and plans
     dropout: float
     softcap: float | None
-    sinks: torch.Tensor | None
-    kv_lens: torch.Tensor | None = None
+    sinks: torch.Tensor | None  # (heads,)
+    kv_lens: torch.Tensor | None = None  # (batch,) int32, of a static cache, where compiled code cannot cut off other keys
 
     def extras(self) -> dict[str, Any]:
         """What not every way to attend supports, by its name in errors: true values if the call has it."""

@@ -38,17 +38,12 @@ _FORMAT = 1
 
 
 class LayerSettings(NamedTuple):
-    """The checked mask and the settings of a layer, those of ``use_sparse_flash``.
+    """The checked mask and the settings of a layer, those of ``use_sparse_flash``."""
 
-    given: the mask as ``masks_of`` returns it. kept: what calls keep: ``given``, with the last tokens joined to its choosers; None
-    for the model's own mask, and for a plan. looks_ahead: whether queries may see later keys. dense: of calls that do not choose;
-    None without choosers.
-    """
-
-    given: Any
-    kept: Any
-    needs_positions: bool
-    looks_ahead: bool
+    given: Any  # the mask as ``masks_of`` returns it
+    kept: Any  # what calls keep: the same, with the last tokens joined to its choosers; None for the model's own mask and a plan
+    needs_positions: bool  # whether the mask depends on more than the distance of query and key
+    looks_ahead: bool  # whether queries may see later keys
     dense_below: int
     dense_last: int
     bidirectional: bool
@@ -57,7 +52,7 @@ class LayerSettings(NamedTuple):
     precision: str | None
     packed: bool
     plan: SharedSequence | None = None
-    dense: LayerSettings | None = None
+    dense: LayerSettings | None = None  # of calls that do not choose; None without choosers
 
     def why_dense(self, model_mask: object, query: torch.Tensor, key: torch.Tensor) -> str | None:
         """Why a call is dense although the mask has choosers; None if it is not. A ``ModelMask``'s window limits a query's keys."""
