@@ -37,7 +37,7 @@ from ..masks.memory import cached_until_cleared
 from ..masks.parsing import parse, split_at_layout
 from ..masks.pattern import Pattern
 from ..patterns import video_layout as VideoLayout
-from .models import ADVICE, MaskRecord, check_layers, describe_layer, library_of, record_layers, unswitched_error
+from .models import MaskRecord, check_layers, describe_layer, library_of, record_layers, unswitched_error
 
 if tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 42):
     raise ImportError(f"diffusers 0.42.1 or newer is needed; got {diffusers.__version__}: pip install 'diffusers>=0.42.1'")
@@ -276,7 +276,7 @@ def _find_model(transformer) -> tuple[Any, _ModelParts]:
                 raise ValueError(f"{cls.__name__} orders and masks its tokens by itself; set attention_type in its config")
             if cls.__name__ in _MODELS:
                 return module, _MODELS[cls.__name__]
-    way_out = ADVICE["transformers"]
+    way_out = "call use_sparse_flash of sparse_flash.integrations.transformers for a model of Transformers"
     if library_of(transformer) != "transformers":
         way_out = (
             "for others set attention processors that call layout.to_tiles(x, dim) for q, k and v, sparse_flash.attention under a "

@@ -1,4 +1,4 @@
-"""Advice, checks, printed layers, and the record of which pairs layers keep and why a layer ran dense, for the adapters of all
+"""Checks, printed layers, and the record of which pairs layers keep and why a layer ran dense, for the adapters of all
 libraries. This module knows no library's models."""
 
 from __future__ import annotations
@@ -20,19 +20,12 @@ from ..masks.parsing import parse
 from ..masks.pattern import Pattern, short_text
 from ..selection.block_selection import BlockSelection
 
-# The call to make instead, by the library of the model.
-ADVICE = {
-    "diffusers": "call use_sparse_flash(pipe.transformer, spec) of sparse_flash.integrations.diffusers for a video model of "
-    "diffusers",
-    "transformers": "call use_sparse_flash of sparse_flash.integrations.transformers for a model of Transformers",
-}
-
 
 def library_of(model: object) -> str | None:
-    """Returns the library that a model, or a part of it, is of: a key of ``ADVICE``; None for others."""
+    """Returns the library that a model, or a part of it, is of: "diffusers" or "transformers"; None for others."""
     parts = model.modules() if isinstance(model, torch.nn.Module) else [model]
     found = {cls.__module__.partition(".")[0] for part in parts for cls in type(part).__mro__}
-    return next((name for name in ADVICE if name in found), None)
+    return next((name for name in ("diffusers", "transformers") if name in found), None)
 
 
 def check_layers(layers: Any, numbers: Collection[int], name: str = "dense_layers") -> frozenset[int]:

@@ -150,8 +150,7 @@ def record_masks(model: torch.nn.Module) -> Iterator[MaskRecord]:
     masks = masks_of(model)
     if any(isinstance(mask, SharedSequence) for mask in masks.values()):
         raise ValueError("model must have masks of one rank; got a ContextPlan; sparse_flash.explain says what its mask keeps")
-    layers = find_self_attention(find_tower(unwrap_model(model)))
-    numbers = {id(layer): number for number, layer in layers.items()}
+    numbers = {id(layer): number for number, layer in find_self_attention(find_tower(unwrap_model(model))).items()}
     attend = AttentionInterface()[NAME]
 
     def attend_and_record(module, query, key, value, attention_mask, **options):

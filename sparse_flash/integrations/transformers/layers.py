@@ -10,14 +10,16 @@ from types import CodeType
 import torch
 from transformers import PreTrainedModel
 
-from ..models import ADVICE, library_of
+from ..models import library_of
 
 _NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own methods also name the interface
 
 
 def unwrap_model(model: object) -> PreTrainedModel:
     """Returns the one Transformers model in a module: itself, or what DataParallel, DDP, FSDP, torch.compile or PEFT wraps."""
-    other = ADVICE["diffusers"] if library_of(model) == "diffusers" else None
+    other = None
+    if library_of(model) == "diffusers":
+        other = "call use_sparse_flash(pipe.transformer, spec) of sparse_flash.integrations.diffusers for a model of diffusers"
     if not isinstance(model, torch.nn.Module):
         way_out = other or "load one by from_pretrained"
         raise TypeError(f"model must be a loaded model; got {type(model).__name__}; {way_out}")

@@ -62,17 +62,6 @@ def restrict_mask(mask: Any, limits: tuple[str, ...], position: int) -> Pattern 
 class ModelMask(FlexBlockMask):
     """A model's own mask of (q_length, kv_length) pairs, created once per forward pass for the layers of one kind.
 
-    base: "causal" or "full". window: a query sees keys that are fewer tokens away. chunk: a query sees keys of its own chunk of so
-    many tokens, counted from each sequence's first token. kept_pairs: a further restriction as a bool tensor, broadcastable to
-    (batch, heads, q_length, kv_length). None for none of these.
-    first_key_position: of the first key. A cache of a window drops earlier keys.
-    key_count: the number of keys up to the last query's. A static cache holds further ones. None if only ``key_count_tensor``, 0-d,
-    knows; that is None if no key comes after.
-    key_starts, key_stops: (batch,) int32, which keys exist; None for all up to ``key_count``.
-    first_token: (batch,) integers, the position of each sequence's first token in the padded batch; None if that is 0.
-    sequence_starts: (batch | 1, q_length) bool, where packed sequences start by the mask function; None if it separates none.
-    refusal: why attention cannot apply it. arguments: Transformers' arguments for the mask. None for none.
-
     It subclasses FlexAttention's mask because ``generate()`` creates the masks of static caches before it calls the model, which
     accepts only tensors and that class as prebuilt masks. An ordinary class, which torch.compile can create and read.
     """
@@ -81,11 +70,19 @@ class ModelMask(FlexBlockMask):
         self, q_length, kv_length, base="full", window=None, chunk=None, kept_pairs=None, first_key_position=0, key_count=None,
         key_count_tensor=None, key_starts=None, key_stops=None, first_token=None, sequence_starts=None, refusal=None, arguments=None
     ):  # fmt: skip
-        self.q_length, self.kv_length, self.first_key_position = q_length, kv_length, first_key_position
-        self.base, self.window, self.chunk, self.kept_pairs = base, window, chunk, kept_pairs
-        self.key_count, self.key_count_tensor = key_count, key_count_tensor
-        self.key_starts, self.key_stops, self.first_token = key_starts, key_stops, first_token
-        self.sequence_starts, self.refusal, self.arguments = sequence_starts, refusal, arguments
+        self.q_length, self.kv_length = q_length, kv_length
+        self.base = base  # "causal" or "full"
+        self.window = window  # a query sees keys that are fewer tokens away
+        self.chunk = chunk  # a query sees keys of its own chunk of so many tokens, counted from each sequence's first token
+        self.kept_pairs = kept_pairs  # a further restriction, bool, broadcastable to (batch, heads, q_length, kv_length)
+        self.first_key_position = first_key_position  # a cache of a window drops earlier keys
+        self.key_count = key_count  # up to the last query's; a static cache holds more. None if only the tensor knows
+        self.key_count_tensor = key_count_tensor  # 0-d; None if no key comes after
+        self.key_starts, self.key_stops = key_starts, key_stops  # (batch,) int32, which keys exist; None for all up to key_count
+        self.first_token = first_token  # (batch,), the position of each sequence's first token in the padded batch; None for 0
+        self.sequence_starts = sequence_starts  # (batch | 1, q_length) bool, of packed sequences by the mask function
+        self.refusal = refusal  # why attention cannot apply the mask
+        self.arguments = arguments  # Transformers', for the mask
         # Made once for all layers of a kind, by uncompiled code.
         self.found_sequences = None  # (position_ids, what ``find_sequences`` found)
         self._converted, self._tables = {}, {}
