@@ -631,7 +631,7 @@ TABLES = (
     # Transformers.
     row("model", T, "must be a loaded model; got str", model="llama"),
     row("model", T, "model must be a PreTrainedModel, or hold one.*got Linear, which holds none", model=torch.nn.Linear(2, 2)),
-    each("model", V, r"mask must name layers of the model, 0 to 1; got layers \[(7|True)", mask=({7: "causal"}, {True: "causal"})),
+    each("model", V, r"mask must name layers of the model, 0 to 1; got \[(7|True)", mask=({7: "causal"}, {True: "causal"})),
     row("model", T, "mask must be one for all layers; got a list of 0", mask=[]),
     each("model", T, r"got a {type} of .*per_layer=\[.*per_head", mask=(["causal", "causal & local(9)"], ("causal",) * 4)),
     row("model", V, "mask and per_layer were both given", mask="causal", per_layer=["causal", "causal"]),
@@ -650,7 +650,7 @@ TABLES = (
     row("model_call", V, r"shape \(2, 1, 150, 149\) for 150 queries and 150 keys", attention_mask=bools(2, 1, 150, 149)),
     row("model_call", V, r"must be of all 150 tokens so far.*got shape \(2, 149\)", attention_mask=ones(2, 149), use_cache=True),
     row("model_call", V, "cu_seq_lens_k must be equal to cu_seq_lens_q", cu_seq_lens_q=ints(0, 300), cu_seq_lens_k=ints(0, 200)),
-    row("model_call", V, "cannot be joined with it; pass a", mask=compiled("causal", 150), position_ids=zeros(1, 150).int()),
+    row("model_call", V, "got packed .*pass the pattern", mask=compiled("causal", 150), position_ids=zeros(1, 150).int()),
     row("model_call", V, "a layer's BlockMask must fit .* for q_len=100.*pass the pattern itself", mask=compiled("causal", 100)),
     row("model_call", V, "output_attentions", output_attentions=True),
     # diffusers.

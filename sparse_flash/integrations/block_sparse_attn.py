@@ -20,8 +20,7 @@ Costs: ``cu_seqlens_q``, ``cu_seqlens_k``, ``head_mask_type`` and ``streaming_in
 GPU unless they are on the CPU. Neighbouring documents of equal lengths are one call of ``attention``; others are one call each.
 
 Source: https://github.com/mit-han-lab/Block-Sparse-Attention, commit 49d6c39e4dc0303442cda3bb758b3925d4399c49, BSD 3-Clause: its
-README, block_sparse_attn_interface.py, and the reference of its tests. Drawn cases of both files of its correctness tests, without
-dropout, passed with this module on a CPU.
+README, block_sparse_attn_interface.py, and the reference of its tests.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
     use_sparse_flash(pipe.transformer, "tile_window(layout, (3, 3, 3))")
 
 The processor of each layer is replaced by one that runs the model's own and computes the ``scaled_dot_product_attention`` in it
-here. Hooks on the modules before and after the blocks put the video's tokens, their rotary embeddings and the conditions of single
-tokens in tile order and back, once for all layers. In CogVideoX and in HunyuanVideo with ``token_replace`` each layer reorders
-queries, keys and values instead: the first puts text before video, the second treats the tokens of the first frame apart.
+here. Hooks on the modules before and after the blocks reorder tokens once for all layers; in CogVideoX, and in HunyuanVideo with
+``token_replace``, each layer reorders queries, keys and values instead.
 
 Source: https://huggingface.co/docs/diffusers/api/attnprocessor (diffusers 0.42).
 """
@@ -31,7 +30,6 @@ from ..api.arguments import check_precision
 from ..api.attention import attention
 from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import outside_graphs
-from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached, to_traceable
 from ..masks.chooser import has_choosers
 from ..masks.fit import check_known_end
@@ -39,7 +37,7 @@ from ..masks.memory import cached_until_cleared
 from ..masks.parsing import parse, split_at_layout
 from ..masks.pattern import Pattern
 from ..patterns import video_layout as VideoLayout
-from .models import ADVICE, MaskRecord, check_layers, describe_layer, library_of, record_layers, unswitched_error
+from .models import MaskRecord, check_layers, describe_layer, library_of, record_layers, unswitched_error
 
 if tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 42):
     raise ImportError(f"diffusers 0.42.1 or newer is needed; got {diffusers.__version__}: pip install 'diffusers>=0.42.1'")
@@ -50,25 +48,17 @@ _LEAST_BLOCK = 64  # tokens of a table's block: Hopper's kernels take no smaller
 
 
 class _ModelParts(NamedTuple):
-    """Says where a model keeps what.
+    """Says where a model keeps what."""
 
-    grid_of: a function from ``config``, the model's, and ``given``, its arguments by name, to the (frames, height, width) of its
-    video, in tokens.
-    layers: the names of lists of blocks, and of the attention in each block. embed: the module that returns the video's tokens.
-    rotary_dim: the dimension of tokens in what ``rope`` returns. conditions: the module that returns conditions of single tokens,
-    and a function that reorders them. text_first: whether text comes before video in attention. outside_graphs: whether the length
-    of text in attention depends on a mask's values. reorders_in_layers: whether each layer must reorder tokens by itself; or a
-    value of the config's ``image_condition_type`` with which it must.
-    """
-
+    # From config=, the model's, and given=, its arguments by name, to the (frames, height, width) of its video, in tokens.
     grid_of: Callable[..., tuple[int, int, int]]
-    layers: tuple[tuple[str, str], ...]
-    embed: str = ""
-    rotary_dim: int = 0
-    conditions: tuple[str, Callable] | None = None
-    text_first: bool = False
-    outside_graphs: bool = False
-    reorders_in_layers: bool | str = False
+    layers: tuple[tuple[str, str], ...] = (("transformer_blocks", "attn1"),)  # lists of blocks, and the attention in each block
+    embed: str = ""  # the module that returns the video's tokens
+    rotary_dim: int = 0  # of tokens in what ``rope`` returns
+    conditions: tuple[str, Callable] | None = None  # the module that returns conditions of single tokens, what reorders them
+    text_first: bool = False  # in attention
+    outside_graphs: bool = False  # whether the length of text in attention depends on a mask's values
+    reorders_in_layers: bool | str = False  # whether each layer must; or config.image_condition_type with which it must
 
     def with_text(self, video: Any, text: int) -> VideoLayout:
         """Returns the layout of a video and the tokens of text in its attention."""
@@ -123,23 +113,13 @@ _MODELS = {
         reorders_in_layers="token_replace",
     ),
     "LTXVideoTransformer3DModel": _ModelParts(
-        grid_of=_grid_of_ltx,
-        layers=(("transformer_blocks", "attn1"),),
-        embed="proj_in",
-        rotary_dim=1,
-        conditions=("time_embed", _reorder_conditions_of_ltx),
+        grid_of=_grid_of_ltx, embed="proj_in", rotary_dim=1, conditions=("time_embed", _reorder_conditions_of_ltx)
     ),
     "MochiTransformer3DModel": _ModelParts(
-        grid_of=partial(_count_patches, 2, 3, "", "patch_size", "patch_size"),
-        layers=(("transformer_blocks", "attn1"),),
-        embed="patch_embed",
-        outside_graphs=True,
+        grid_of=partial(_count_patches, 2, 3, "", "patch_size", "patch_size"), embed="patch_embed", outside_graphs=True
     ),
     "CogVideoXTransformer3DModel": _ModelParts(
-        grid_of=partial(_count_patches, 1, 3, "patch_size_t", "patch_size", "patch_size"),
-        layers=(("transformer_blocks", "attn1"),),
-        text_first=True,
-        reorders_in_layers=True,
+        grid_of=partial(_count_patches, 1, 3, "patch_size_t", "patch_size", "patch_size"), text_first=True, reorders_in_layers=True
     ),
 }
 
@@ -220,8 +200,7 @@ def _switched(transformer: torch.nn.Module) -> _Run:
     model, _ = _find_model(transformer)
     run = getattr(model, _RUN_KEY, None)
     if run is None or not run.is_in_place():
-        got = f"{type(model).__name__} with other attention processors"
-        raise unswitched_error(got, "use_sparse_flash(transformer, spec)")
+        raise unswitched_error(f"{type(model).__name__} with other attention processors", "use_sparse_flash(transformer, spec)")
     return run
 
 
@@ -246,8 +225,7 @@ def _describe_layer(layer: Any) -> str:
     processor = layer.processor
     if not isinstance(processor, _Processor):
         return describe_layer(layer, None)
-    run = processor.run
-    seen = run.video
+    run, seen = processor.run, processor.run.video
     tile = "" if seen is None else f"; tile {seen.tile} of {seen.grid} tokens, {seen.tiled / math.prod(seen.grid) - 1:.1%} padding"
     steps = f"; dense steps {sorted(run.dense_steps)}" if run.dense_steps else ""
     return describe_layer(layer, f"{'layout' if processor.dense else run.spec}{tile}{steps}")
@@ -284,10 +262,8 @@ def _reset_caches(model) -> None:
 
 
 def _set_processor(layer: Any, processor: Any) -> None:
-    if hasattr(layer, "set_processor"):
-        layer.set_processor(processor)
-    else:  # Mochi's
-        layer.processor = processor
+    layer._modules.pop("processor", None)  # of one that is a module
+    layer.processor = processor
 
 
 def _find_model(transformer) -> tuple[Any, _ModelParts]:
@@ -300,12 +276,12 @@ def _find_model(transformer) -> tuple[Any, _ModelParts]:
                 raise ValueError(f"{cls.__name__} orders and masks its tokens by itself; set attention_type in its config")
             if cls.__name__ in _MODELS:
                 return module, _MODELS[cls.__name__]
-    way_out = (
-        "for others set attention processors that call layout.to_tiles(x, dim) for q, k and v, sparse_flash.attention under a "
-        "pattern of the layout, and layout.to_raster(out, dim)"
-    )
-    if library_of(transformer) == "transformers":
-        way_out = ADVICE["transformers"]
+    way_out = "call use_sparse_flash of sparse_flash.integrations.transformers for a model of Transformers"
+    if library_of(transformer) != "transformers":
+        way_out = (
+            "for others set attention processors that call layout.to_tiles(x, dim) for q, k and v, sparse_flash.attention under a "
+            "pattern of the layout, and layout.to_raster(out, dim)"
+        )
     raise ValueError(f"transformer must be one of {', '.join(_MODELS)}; got {type(transformer).__name__}; {way_out}")
 
 
@@ -348,42 +324,33 @@ def _build_layout(make: Callable, grid: tuple[int, int, int]) -> VideoLayout:
     return layout
 
 
-class _StepCounter:
-    """Counts the steps of sampling loops from the timestep of each call. Calls with one timestep are one step. Step 0 starts with
-    the first call, when a loop's first timestep comes again, and when timesteps change in the other direction."""
-
-    def __init__(self):
-        self.times: list[float] = []  # of the present loop's steps
-
-    @outside_graphs
-    def count(self, timestep) -> int:
-        now, times = float(torch.as_tensor(timestep).max()), self.times
-        if now not in times[-1:]:
-            turns = len(times) > 1 and (now > times[-1]) != (times[1] > times[0])
-            self.times = [now] if turns or now in times[:1] else [*times, now]
-        return len(self.times) - 1
+@outside_graphs
+def _count_step(times: list[float], timestep: Any) -> int:
+    """Returns the number of a call's step, as ``use_sparse_flash`` says. times: of the present loop's steps."""
+    now = float(torch.as_tensor(timestep).max())
+    if now not in times[-1:]:
+        turns = len(times) > 1 and (now > times[-1]) != (times[1] > times[0])
+        times[:] = [now] if turns or now in times[:1] else [*times, now]
+    return len(times) - 1
 
 
 class _Run:
-    """Holds the settings of a switched model, and the layout of its present call: that of the video alone, or None where the model
-    runs unchanged. The layout stays until the next call, as gradient checkpointing runs layers again. video: the latest layout.
-    record: of ``record_masks``, None outside. keeps_all: whether the present call is a dense step that runs in the order of tiles,
-    as caches hold tokens in one order."""
+    """The settings of a switched model, and its present call, until the next, as gradient checkpointing runs layers again."""
 
     def __init__(
         self, model: Any, parts: _ModelParts, spec: Any, make: Callable, dense_steps: frozenset[int], precision: str | None
     ):
         self.config, self.parts, self.spec, self.pieces, self.make = model.config, parts, spec, _parse_spec(spec), make
-        self.dense_steps, self.precision, self.steps = dense_steps, precision, _StepCounter()
+        self.dense_steps, self.precision, self.times = dense_steps, precision, list[float]()
         condition = getattr(model.config, "image_condition_type", None)
         self.reorders_in_layers = parts.reorders_in_layers in (True, condition)
         self.names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self.layers: list[Any] = []
         self.hooks: list[Any] = []
-        self.layout: Any = None
-        self.video: Any = None
-        self.record: MaskRecord | None = None
-        self.keeps_all = False
+        self.layout: Any = None  # of the video alone; None where the model runs unchanged
+        self.video: Any = None  # the latest layout
+        self.record: MaskRecord | None = None  # of ``record_masks``
+        self.keeps_all = False  # whether the call is a dense step in the order of tiles, as caches hold tokens in one order
         self.batch = 0
 
     def is_in_place(self) -> bool:
@@ -402,7 +369,7 @@ class _Run:
         if self.dense_steps:
             if model.training and torch.is_grad_enabled():
                 raise ValueError("dense_steps count the steps of sampling; call use_sparse_flash without them for training")
-            if self.steps.count(given["timestep"]) in self.dense_steps:
+            if _count_step(self.times, given["timestep"]) in self.dense_steps:
                 self.keeps_all = not self.reorders_in_layers and outside_graphs(_is_cached)(model)
                 if not self.keeps_all:
                     self.layout = None
@@ -449,19 +416,15 @@ class _Run:
         mask: Any = layout
         if not (dense or self.keeps_all):
             mask = layout.to_spec().join(self.pieces) if self.pieces else layout & self.spec(layout)
-        mask = self._compile_mask(mask, layout, kv_lens, query.device)
+        if torch.compiler.is_compiling():
+            mask = to_traceable(mask)
+        if not has_choosers(mask):  # which have their own blocks
+            if kv_lens is not None:
+                check_known_end(mask)
+            mask = compile_cached(mask, layout.length, layout.length, max(layout.block_size, _LEAST_BLOCK), query.device)
         options: dict[str, Any] = {"dropout_p": dropout_p, "kv_lens": kv_lens, "precision": self.precision}
         out = attention(query, key, value, mask, scale=scale, **options)
         return layout.to_raster(out, 2) if self.reorders_in_layers else out
-
-    def _compile_mask(self, mask, layout, kv_lens, device) -> BlockMask | Pattern | str:
-        """The mask in blocks of one tile; a chooser has its own blocks."""
-        mask = to_traceable(mask) if torch.compiler.is_compiling() else mask
-        if has_choosers(mask):
-            return mask
-        if kv_lens is not None:
-            check_known_end(mask)
-        return compile_cached(mask, layout.length, layout.length, max(layout.block_size, _LEAST_BLOCK), device)
 
 
 class _Processor:
@@ -486,19 +449,17 @@ class _Processor:
 
     def attend(self, *given):
         calls = _AttentionOverride(self.run, self.dense)
-        with calls:
+        with calls:  # torch.compile knows no "as" here
             out = self.native(*given)
         if not calls.count:
             raise ValueError(f"{type(self.original).__name__} did not call scaled_dot_product_attention; call restore(transformer)")
         return out
 
-    @property
-    def _attention_backend(self):
-        return self.original._attention_backend
-
-    @_attention_backend.setter
-    def _attention_backend(self, backend):
-        self.original._attention_backend = backend  # of dense steps
+    # Of dense steps; the model sets and reads it.
+    _attention_backend = property(
+        lambda self: self.original._attention_backend,
+        lambda self, backend: setattr(self.original, "_attention_backend", backend),
+    )
 
 
 class _AttentionOverride(TorchFunctionMode):

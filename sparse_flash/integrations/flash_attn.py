@@ -28,10 +28,10 @@ from ..api.document_arguments import resolve_longest
 from ..api.keywords import answers_unknown_keywords, keyword_error
 from ..api.varlen import attention_varlen
 from ..masks.block_mask import BlockMask
-from ..masks.compiler import is_shift_invariant
-from ..masks.parsing import parse, text_of
+from ..masks.parsing import text_of
 from ..masks.pattern import Pattern
 from ..packed.rows import lay_out_rows, read_to_end, write
+from .models import depends_on_position
 
 _NO_WINDOW = (-1, -1)
 
@@ -281,8 +281,7 @@ def _combine_masks(causal: bool, window_size, mask):
 
 
 def _check_shift_invariant(mask) -> None:
-    pattern = parse(mask) if isinstance(mask, str) else mask
-    if not (mask is None or (isinstance(pattern, Pattern) and is_shift_invariant(pattern, 1))):
+    if depends_on_position(mask):
         raise ValueError(
             "mask must be a pattern of distances alone, such as causal and windows, in calls that move sequences to the end of an "
             f"axis (see the docstring); got {mask}"

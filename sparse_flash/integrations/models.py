@@ -1,4 +1,4 @@
-"""Advice, checks, printed layers, and the record of which pairs layers keep and why a layer ran dense, for the adapters of all
+"""Checks, printed layers, and the record of which pairs layers keep and why a layer ran dense, for the adapters of all
 libraries. This module knows no library's models."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,32 +15,33 @@ import torch
 from ..api.call import DEFAULT_BLOCK_SIZE, observers
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached
-from ..masks.pattern import short_text
+from ..masks.compiler import is_shift_invariant
+from ..masks.parsing import parse
+from ..masks.pattern import Pattern, short_text
 from ..selection.block_selection import BlockSelection
-
-# The call to make instead, by the library of the model.
-ADVICE = {
-    "diffusers": "call use_sparse_flash(pipe.transformer, spec) of sparse_flash.integrations.diffusers for a video model of "
-    "diffusers",
-    "transformers": "call use_sparse_flash of sparse_flash.integrations.transformers for a model of Transformers",
-}
 
 
 def library_of(model: object) -> str | None:
-    """Returns the library that a model, or a part of it, is of: a key of ``ADVICE``; None for others."""
+    """Returns the library that a model, or a part of it, is of: "diffusers" or "transformers"; None for others."""
     parts = model.modules() if isinstance(model, torch.nn.Module) else [model]
     found = {cls.__module__.partition(".")[0] for part in parts for cls in type(part).__mro__}
-    return next((name for name in ADVICE if name in found), None)
+    return next((name for name in ("diffusers", "transformers") if name in found), None)
 
 
-def check_layers(dense_layers: Any, numbers: Collection[int]) -> frozenset[int]:
-    """Returns the layers that a user wants dense. numbers: of a model's layers. Raises ValueError for others."""
-    if not isinstance(dense_layers, Iterable):
-        raise ValueError(f"dense_layers must be numbers of layers, such as [0, 1]; got {dense_layers!r}")
-    dense = tuple(dense_layers)
-    if wrong := [number for number in dense if isinstance(number, bool) or number not in numbers]:
-        raise ValueError(f"dense_layers must name layers of the model, {min(numbers)} to {max(numbers)}; got {wrong}")
-    return frozenset(dense)
+def check_layers(layers: Any, numbers: Collection[int], name: str = "dense_layers") -> frozenset[int]:
+    """Returns the layers that a user names. numbers: of a model's layers. Raises ValueError for others. name: of the argument."""
+    if not isinstance(layers, Iterable):
+        raise ValueError(f"{name} must be numbers of layers, such as [0, 1]; got {layers!r}")
+    given = tuple(layers)
+    if wrong := [number for number in given if isinstance(number, bool) or number not in numbers]:
+        raise ValueError(f"{name} must name layers of the model, {min(numbers)} to {max(numbers)}; got {wrong}")
+    return frozenset(given)
+
+
+def depends_on_position(mask: Any) -> bool:
+    """Whether a mask depends on more than the distance of query and key."""
+    mask = parse(mask) if isinstance(mask, str) else mask
+    return mask is not None and not (isinstance(mask, Pattern) and is_shift_invariant(mask, 1))
 
 
 def unswitched_error(got: str, call: str) -> ValueError:
@@ -74,14 +76,15 @@ class LayerRecord:
         """(heads,) float64, or (1,) for heads alike: the share of pairs that the other calls kept; NaN if there were none."""
         return self._kept_pairs / self._all_pairs if self._all_pairs else np.full(1, np.nan)
 
-    def add(self, mask: Any, q_len: int, kv_len: int, device: torch.device, all_pairs: float) -> None:
-        """Counts the pairs that a mask keeps, of batch entries on average."""
+    def add(self, count_all: Callable[[int, int], float], mask: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Counts the pairs that a mask keeps in a call, of batch entries on average. count_all: how many all pairs are."""
+        q_len, kv_len = q.shape[2], k.shape[2]
         if mask is None or isinstance(mask, BlockSelection):
             kept = np.full(1, (1.0 if mask is None else mask.density) * q_len * kv_len)
         else:
-            table = mask if isinstance(mask, BlockMask) else compile_cached(mask, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
+            table = mask if isinstance(mask, BlockMask) else compile_cached(mask, q_len, kv_len, DEFAULT_BLOCK_SIZE, q.device)
             kept = table.kept_pairs()[table.mask_index.cpu().numpy()].mean(0)
-        self._kept_pairs, self._all_pairs = self._kept_pairs + kept, self._all_pairs + all_pairs
+        self._kept_pairs, self._all_pairs = self._kept_pairs + kept, self._all_pairs + count_all(q_len, kv_len)
 
     def __str__(self) -> str:
         kept, said = self.kept, [f"{count} dense ({reason})" for reason, count in self.dense.items()]
@@ -103,11 +106,7 @@ class MaskRecord(dict[int, LayerRecord]):
             one.dense[why_dense] = one.dense.get(why_dense, 0) + 1
             yield
             return
-
-        def observe(mask: object, q: torch.Tensor, k: torch.Tensor) -> None:
-            sizes = q.shape[2], k.shape[2]
-            one.add(mask, *sizes, q.device, count_all(*sizes))
-
+        observe = partial(one.add, count_all)
         observers.append(observe)
         try:
             yield

@@ -71,7 +71,19 @@ def _convert_mask(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask | st
     """Returns the mask of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len); None if there are no pairs. A mask
     that batch entries or heads share is stored once."""
     if type(kept) not in (torch.Tensor, torch.nn.Parameter) or kept.is_nested or kept.layout is not torch.strided:
-        return _convert_bias(kept, *wanted[2:])
+        from torch.nn.attention.bias import CausalBias, CausalVariant  # at the first such mask, as it imports torch.compile
+
+        if not isinstance(kept, CausalBias):
+            kind = "nested tensor" if kept.is_nested else f"{type(kept).__name__} of layout {kept.layout}"
+            raise TypeError(f"attn_mask must be a plain bool tensor, True where a pair is kept; got a {kind}; make it dense first")
+        if (kept.seq_len_q, kept.seq_len_kv) != wanted[2:]:
+            raise ValueError(
+                f"attn_mask must be of {wanted[2]} queries and {wanted[3]} keys; got a causal bias of {kept.seq_len_q} and "
+                f"{kept.seq_len_kv}; make it for these, or pass attn_mask='causal'"
+            )
+        if kept.variant == CausalVariant.UPPER_LEFT:
+            _check_upper_left("causal_upper_left", *wanted[2:])
+        return "causal"
     if kept.dtype != torch.bool:
         raise ValueError(f"attn_mask must be bool, True where a pair is kept; got {kept.dtype}, which is added to scores")
     shape = (1,) * (4 - kept.dim()) + tuple(kept.shape)
@@ -81,19 +93,3 @@ def _convert_mask(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask | st
             "to four dimensions, each 1 or that of the call, counted from the last"
         )
     return None if 0 in wanted else BlockMask.from_dense(kept.view(shape).expand(-1, -1, *wanted[2:]))
-
-
-def _convert_bias(bias: torch.Tensor, q_len: int, kv_len: int) -> str:
-    from torch.nn.attention.bias import CausalBias, CausalVariant  # at the first such mask, as it imports torch.compile
-
-    if not isinstance(bias, CausalBias):
-        kind = "nested tensor" if bias.is_nested else f"{type(bias).__name__} of layout {bias.layout}"
-        raise TypeError(f"attn_mask must be a plain bool tensor, True where a pair is kept; got a {kind}; make it dense first")
-    if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
-        raise ValueError(
-            f"attn_mask must be of {q_len} queries and {kv_len} keys; got a causal bias of {bias.seq_len_q} and {bias.seq_len_kv}; "
-            f"make it for these, or pass attn_mask='causal'"
-        )
-    if bias.variant == CausalVariant.UPPER_LEFT:
-        _check_upper_left("causal_upper_left", q_len, kv_len)
-    return "causal"

@@ -4,9 +4,8 @@
 
     use_sparse_flash(model, "causal & (local(1024) | sinks(4))")
 
-A layer's mask replaces the causal triangle; everything else of the model stays, its other restrictions of pairs too, as
-docs/guides/hugging-face.md says. Restrictions that are not patterns are kept pair by pair, which takes a scan of all pairs on the
-host. Keywords that are neither supported nor in ``attend._WITHOUT_EFFECT`` are refused. Masks with choosers: see ``given_masks``.
+A layer's mask replaces the causal triangle; everything else of the model stays, its other restrictions of pairs too: see
+docs/guides/hugging-face.md.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import mul
 from os import PathLike
+from typing import Any
 
 import torch
 import transformers
@@ -31,24 +31,19 @@ from ...backends import check_name
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
 from ..models import MaskRecord, count_causal, describe_layer, record_layers, unswitched_error
-from .attend import NAME, PREVIOUS, SETTINGS, LayerSettings, attend_layer
-from .by_token import check_acts_by_token
+from .attend import NAME, PREVIOUS, SETTINGS, attend_layer
 from .given_masks import OWN, is_decoder, keep_in_adapters, keep_record, read_masks, saved_records, warn_of_difference
 from .given_masks import write_masks as write_masks
 from .layers import find_self_attention, find_tower, takes_interface, unwrap_model
 from .model_mask import create_model_mask
-from .sharing import find_plan, shard_arguments
+from .sharing import check_acts_by_token, find_plan, shard_arguments
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
     raise ImportError(f"transformers must be 5.8 or newer; got {transformers.__version__}: pip install 'transformers[torch]>=5.8'")
 
-# A switched model holds its state in three attributes, which use_sparse_flash alone writes:
-# SETTINGS on each switched attention module, read by attend_layer, masks_of and print(model);
-# PREVIOUS on each module that keeps its attention but is switched with the others, read by attend_layer;
-# _PLAN on the model, None without one, once the hooks are registered; _shard_inputs reads it.
-# Its config holds NAME as its implementation, which all of these ask first, and the masks under CONFIG_KEY, for saving, as do the
-# configs of its adapters.
-# model.set_attn_implementation(name) switches it back: the attributes stay, without effect.
+# A switched model holds its state in three attributes, which use_sparse_flash alone writes: SETTINGS and PREVIOUS on its attention
+# modules, see attend, and _PLAN on the model, None without one, once the hooks are registered. Its config holds NAME as its
+# implementation, which all ask first. model.set_attn_implementation(name) switches it back: the attributes stay, without effect.
 _PLAN = "_sparse_flash_plan"
 
 
@@ -75,16 +70,13 @@ def use_sparse_flash(
     self-attention of its text decoder is switched.
     mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; "own" for the model's
     own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives masks for
-    some layers; the others keep the model's own. The name of a JSON file that ``write_masks`` wrote gives
-    the masks of all layers and their settings. None: the masks that the model, or its adapter, was saved with, otherwise the
-    model's own.
+    some layers; the others keep the model's own. The name of a JSON file that ``write_masks`` wrote gives the masks of all layers
+    and their settings. None: the masks that the model, or its adapter, was saved with, otherwise the model's own.
     Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
-    returns their logits. Its loss is the sum over the rank's labels, divided by the valid labels of all ranks: the sum over ranks
-    is the loss of the sequence. num_items_in_batch is passed on if it is given, as for a step of several batches. A model is
-    refused if anything else in it may mix tokens: see ``by_token``. tokenwise: classes of its modules that do not, which are not
-    checked. Refused, too: position_ids that restart within a document of the plan's mask, and arguments other than tokens and
-    labels that are on.
+    returns their logits. Its loss is the sum over the rank's labels, divided by num_items_in_batch or the valid labels of all
+    ranks. Refused are models in which anything else may mix tokens, position_ids that restart within a document of the plan's mask,
+    and arguments other than tokens and labels that are on. tokenwise: classes of modules that do not mix tokens, unchecked.
     per_layer: a list with a mask for each layer; instead of mask.
     bidirectional: allows a decoder masks that look ahead. Without it, the mask of a decoder's layer must be within causal and say
     so, "causal & ...", because its tokens are trained to predict the later ones.
@@ -100,17 +92,14 @@ def use_sparse_flash(
     dense_last: so many queries at the end of a prompt, and of each chunk of one, see all keys; 64 by default. ``last_tokens`` is
     joined to the chooser for them. It does nothing in a spec that does not say causal.
 
-    packed: tells compiled code to expect packed sequences, whose position_ids restart with each sequence. Compiled code cannot
-    read them, and separating sequences costs time. Other code reads position_ids. Sequences given by cu_seq_lens_q are separated
-    in both.
-
     The model may be compiled, before or after, also with fullgraph=True, for all lengths. Compiled code cannot read values, so it
-    fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and without ``packed`` for
-    position_ids of packed sequences. In layers with chunks, compiled code treats packed sequences as single ones.
+    fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and for position_ids of packed
+    sequences. packed: compiled code separates such sequences, which costs time, unless the layer has chunks. Other code reads
+    position_ids. Both separate sequences given by cu_seq_lens_q.
 
-    The masks are stored on the model's layers, where ``masks_of`` reads them. If all have spec text, ``model.config.sparse_flash``
-    holds them too, ``save_pretrained`` saves them with the model, and ``use_sparse_flash(model)`` restores them after loading.
-    Other masks warn, and take their place. So do the configs of PEFT's adapters, if they have a ``task_type``; saving others warns.
+    ``masks_of`` reads the masks of the model's layers. If all have spec text, ``model.config.sparse_flash`` and the configs of
+    PEFT's adapters with a ``task_type`` hold them too. They are saved, and ``use_sparse_flash(model)`` restores them after loading;
+    other masks then warn, as does saving an adapter without them.
     Raises ValueError for a model without such layers, and for masks that do not fit them, TypeError for a list that does not say
     per_layer; the model is then unchanged.
     """
@@ -120,19 +109,19 @@ def use_sparse_flash(
     wrapped, model = model, unwrap_model(model)
     part = find_tower(model)
     layers = find_self_attention(part)
-    masks, bidirectional, record = read_masks(model, layers, mask, per_layer, bidirectional, dense_below, dense_layers, dense_last)
-    plan = find_plan({number: one.given for number, one in masks.items()})
+    given = mask, per_layer, bidirectional, dense_below, dense_layers, dense_last
+    options: dict[str, Any] = {"backend": backend, "deterministic": deterministic, "precision": precision, "packed": packed}
+    settings, record = read_masks(model, layers, *given, **options)
+    plan = find_plan({number: one.plan for number, one in settings.items()})
     if plan is not None:
         check_acts_by_token(model, layers.values(), plan.q_len, tokenwise)
-    if precision is not None and plan is not None:
-        raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
+        if precision is not None:
+            raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
     if not (mask is None and per_layer is None) and not any(hasattr(layer, SETTINGS) for layer in layers.values()):
-        warn_of_difference(model, masks)  # of a model that was just loaded
+        warn_of_difference(model, settings)  # of a model that was just loaded
     _switch(model, part, layers.values())
     for number, layer in layers.items():
-        own_plan = masks[number].given if plan else None
-        settings = LayerSettings(masks[number], own_plan, backend, deterministic, precision, packed, bidirectional)
-        setattr(layer, SETTINGS, settings)
+        setattr(layer, SETTINGS, settings[number])
         layer.extra_repr = partial(_describe_layer, layer)  # type: ignore[method-assign]  # print(model) shows it
     if not hasattr(model, _PLAN):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
@@ -152,7 +141,7 @@ def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | Sh
         way_out = "), for the masks that it was saved with" if saved_records(model) else ", mask)"
         got = f"{type(model).__name__}, which runs {_implementation(part)!r}"
         raise unswitched_error(got, f"use_sparse_flash(model{way_out}")
-    return {number: one.mask.given for number, one in settings.items() if one is not None}
+    return {number: one.given for number, one in settings.items() if one is not None}
 
 
 @contextmanager
@@ -161,15 +150,14 @@ def record_masks(model: torch.nn.Module) -> Iterator[MaskRecord]:
     masks = masks_of(model)
     if any(isinstance(mask, SharedSequence) for mask in masks.values()):
         raise ValueError("model must have masks of one rank; got a ContextPlan; sparse_flash.explain says what its mask keeps")
-    layers = find_self_attention(find_tower(unwrap_model(model)))
-    numbers = {id(layer): number for number, layer in layers.items()}
+    numbers = {id(layer): number for number, layer in find_self_attention(find_tower(unwrap_model(model))).items()}
     attend = AttentionInterface()[NAME]
 
     def attend_and_record(module, query, key, value, attention_mask, **options):
         number = numbers.get(id(module))
         if number is None:
             return attend(module, query, key, value, attention_mask, **options)
-        mask = getattr(module, SETTINGS).mask
+        mask = getattr(module, SETTINGS)
         why = "the model's own mask" if mask.given == OWN else mask.why_dense(attention_mask, query, key)
         with record.layer(number, why, count_causal if is_decoder(module) and not mask.looks_ahead else mul):
             return attend(module, query, key, value, attention_mask, **options)
@@ -183,7 +171,7 @@ def record_masks(model: torch.nn.Module) -> Iterator[MaskRecord]:
 
 
 def _describe_layer(layer) -> str:
-    mask = getattr(layer, SETTINGS).mask
+    mask = getattr(layer, SETTINGS)
     dense = "" if mask.dense is None else f"; dense_below={mask.dense_below}, dense_last={mask.dense_last}"
     return describe_layer(layer, f"{mask.given}{dense}" if _implementation(layer) == NAME else None)
 
@@ -194,7 +182,7 @@ def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] |
 
 
 def _keep_in_adapters(model, *_) -> None:
-    """Keeps the masks in a model's adapters before they are saved: all that save them ask for the state first."""
+    """Keeps the masks in adapters before they are saved: all that save them ask for the state first."""
     switched = _implementation(find_tower(model)) == NAME and any(mask != OWN for mask in masks_of(model).values())
     if switched and (name := keep_in_adapters(model, replaces=False)) is not None:
         warnings.warn(

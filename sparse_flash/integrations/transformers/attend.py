@@ -23,16 +23,15 @@ from ...masks.pattern import And, PerBatch, PerEntry
 from ...patterns import documents
 from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
-from .given_masks import CONFIG_KEY, LayerMask, future_error
-from .model_mask import ModelMask, assume_mask, convert_mask
-from .sequences import find_sequences
+from .given_masks import CONFIG_KEY, LayerSettings, future_error
+from .layers import unsupported_error
+from .model_mask import ModelMask, convert_mask, find_sequences
 
 # "block_sparse", or a name of a copy's own. If a name contains "flash", Transformers looks for a FlashAttention kernel.
 NAME = NAMESPACE.replace("sparse_flash", "block_sparse").replace("flash", "")
-# Attributes of attention modules, set by ``use_sparse_flash``: the LayerSettings of a switched one, and the name of the
-# implementation that an unchanged one had, if Transformers switches it with the others.
-SETTINGS = "_sparse_flash_settings"
-PREVIOUS = "_sparse_flash_before"
+# Attributes of attention modules, set by ``use_sparse_flash``.
+SETTINGS = "_sparse_flash_settings"  # the LayerSettings of a switched one
+PREVIOUS = "_sparse_flash_before"  # the implementation that an unchanged one had, if Transformers switches it with the others
 
 # Keywords of transformers 5.23 that reach attention but do not change its result here: use_sparse_flash sets them (deterministic),
 # or they serve other parts of a model, or other implementations.
@@ -43,38 +42,26 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-class LayerSettings(NamedTuple):
-    """The settings of one layer, made by ``use_sparse_flash``.
-
-    plan: replaces the mask if several ranks share the sequence. packed: whether compiled code expects packed sequences.
-    bidirectional: whether the mask may look ahead in a causal layer.
-    """
-
-    mask: LayerMask
-    plan: SharedSequence | None
-    backend: str
-    deterministic: bool | None
-    precision: str | None
-    packed: bool
-    bidirectional: bool
-
-
 class LayerCall(NamedTuple):
-    """One call of a layer. mask: the layer's, or that of its dense calls. kept: what ``attention`` takes for it. query, key, value:
-    (batch, heads, tokens, head_dim). sinks: (heads,) sink logits."""
+    """One call of a layer."""
 
-    settings: LayerSettings
-    mask: LayerMask
-    kept: Any
+    settings: LayerSettings  # of the layer, or of its dense calls
+    kept: Any  # what ``attention`` takes for their mask
     module: Any
     model_mask: ModelMask
-    query: torch.Tensor
+    query: torch.Tensor  # (batch, heads, tokens, head_dim), as key and value
     key: torch.Tensor
     value: torch.Tensor
-    scale: float | None
+    options: dict[str, Any]  # keywords of ``attention``, ``attention_varlen`` and plans
     dropout: float
     softcap: float | None
-    sinks: torch.Tensor | None
+    sinks: torch.Tensor | None  # (heads,)
+    kv_lens: torch.Tensor | None = None  # (batch,) int32, of a static cache, where compiled code cannot cut off other keys
+
+    def extras(self) -> dict[str, Any]:
+        """What not every way to attend supports, by its name in errors: true values if the call has it."""
+        padding, pairs = self.model_mask.key_starts is not None, self.model_mask.kept_pairs is not None
+        return {"dropout": self.dropout, "a soft cap": self.softcap, "padding": padding, "a 4-D attention_mask": pairs}
 
 
 def attend_layer(module, query, key, value, attention_mask, **options):
@@ -83,23 +70,24 @@ def attend_layer(module, query, key, value, attention_mask, **options):
     settings = getattr(module, SETTINGS, None)
     if settings is None:
         return _attend_as_before(module, query, key, value, attention_mask, **options)
-    mask = settings.mask.dense if settings.mask.why_dense(attention_mask, query, key) else settings.mask
+    if settings.why_dense(attention_mask, query, key):
+        settings = settings.dense
     may_break = torch.compiler.is_compiling() and settings.plan is None
-    outside = may_break and not _is_traceable(mask, attention_mask, query, key, **options)
+    outside = may_break and not _is_traceable(settings, attention_mask, query, key, **options)
     attend = _attend_outside_graphs if outside else _attend_switched
-    return attend(settings, mask, module, query, key, value, attention_mask, **options).transpose(1, 2).contiguous(), None
+    return attend(settings, module, query, key, value, attention_mask, **options).transpose(1, 2).contiguous(), None
 
 
-def _is_traceable(mask: LayerMask, model_mask, query, key, dropout=0.0, softcap=None, **_) -> bool:
+def _is_traceable(settings: LayerSettings, model_mask, query, key, dropout=0.0, softcap=None, **_) -> bool:
     """Whether the call reads no values, which compiled code cannot do."""
     if model_mask is None:
         return True
     if not isinstance(model_mask, ModelMask) or model_mask.kept_pairs is not None:
         return False
-    if mask.dense is not None and (model_mask.key_starts is not None or model_mask.key_count is None):
+    if settings.dense is not None and (model_mask.key_starts is not None or model_mask.key_count is None):
         return False
     # Reading first_key_position specializes the graph on its value.
-    needs_positions = mask.needs_positions or model_mask.is_chunked()
+    needs_positions = settings.needs_positions or model_mask.is_chunked()
     if needs_positions and model_mask.first_key_position:
         return False
     one_run = model_mask.key_starts is None or (model_mask.q_length == 1 and not model_mask.is_chunked())
@@ -108,69 +96,65 @@ def _is_traceable(mask: LayerMask, model_mask, query, key, dropout=0.0, softcap=
     return decodes or (not moves and (model_mask.key_count_tensor is None or _is_prompt(model_mask)))
 
 
+def _needs_positions(call: LayerCall) -> bool:
+    """Whether the combined mask depends on more than the distance of query and key."""
+    return call.settings.needs_positions or call.model_mask.is_chunked()
+
+
 def _is_prompt(model_mask: ModelMask) -> bool:
     """Whether compiled code may specialize on the end of the queries in a static cache: it has one prompt, and then many tokens."""
     return model_mask.key_count is not None and model_mask.q_length > MAX_QUERIES
 
 
 def _attend_switched(
-    settings: LayerSettings, mask: LayerMask, module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None,
-    s_aux=None, sliding_window=None, is_causal=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None, block_indices=None,
-    **unknown
+    settings: LayerSettings, module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None,
+    sliding_window=None, is_causal=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None, block_indices=None, **unknown
 ) -> torch.Tensor:  # fmt: skip
-    """Attends by the first of these that the call needs: a plan, blocks that the layer chose, blocks that the mask chooses, packed
-    sequences, rows. Returns (batch, heads, tokens, head_dim), as all functions below do.
-
-    s_aux: (heads,) sink logits. cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,) int32, where packed sequences start; if they are
-    None, position_ids say so, (batch | 1, tokens). block_indices: (batch, kv_heads, tokens, n) int64, of layers that choose blocks
-    of keys."""
+    """Returns (batch, heads, tokens, head_dim), as all functions below do. block_indices: (batch, kv_heads, tokens, n) int64, of
+    layers that choose blocks of keys."""
     # An option that is off is None, or False for a switch.
     used = sorted(name for name, one in unknown.items() if one is not None and one is not False and name not in _WITHOUT_EFFECT)
     if used:
-        raise ValueError(
-            f"{type(module).__name__} passes {', '.join(used)} to its attention, which {NAME!r} does not support; use another "
-            "implementation, such as model.set_attn_implementation('eager')"
-        )
+        raise unsupported_error(module, f"passes {', '.join(used)} to its attention")
     if attention_mask is None:
-        model_mask = assume_mask(module, query, key, sliding_window, is_causal)
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        base, lengths = "causal" if causal else "full", (query.shape[2], key.shape[2])
+        model_mask = ModelMask(*lengths, base, sliding_window, key_count=key.shape[2])
     elif not isinstance(attention_mask, ModelMask):
         model_mask = convert_mask(attention_mask, query, key)
     elif attention_mask.key_count is None and not torch.compiler.is_compiling():
         model_mask = attention_mask.changed(key_count=int(attention_mask.key_count_tensor))  # made in compiled code
     else:
         model_mask = attention_mask
-    kept = "causal" if mask.kept is None and model_mask.base == "causal" else mask.kept
-    call = LayerCall(settings, mask, kept, module, model_mask, query, key, value, scaling, dropout, softcap, s_aux)
+    kept = "causal" if settings.kept is None and model_mask.base == "causal" else settings.kept
+    options = {"scale": scaling, "deterministic": settings.deterministic, "backend": settings.backend}
+    call = LayerCall(settings, kept, module, model_mask, query, key, value, options, dropout, softcap, s_aux)
     if settings.plan is not None:
         return _attend_by_plan(call, settings.plan, block_indices)
-    _check_lengths(call)
     cu_seqlens = find_sequences(model_mask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k, settings.packed)
+    _check_call(call, cu_seqlens is not None)
+    if model_mask.key_count_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(model_mask):
+        call = call._replace(kv_lens=model_mask.key_count_tensor.to(torch.int32).expand(query.shape[0]))
+    elif model_mask.key_count != model_mask.kv_length:  # a static cache
+        call = call._replace(key=key[:, :, : model_mask.key_count], value=value[:, :, : model_mask.key_count])
     if block_indices is not None:
         return _attend_chosen_blocks(call, block_indices, cu_seqlens is not None)
-    _check_mask(call, cu_seqlens is not None)
     return _attend_rows(call) if cu_seqlens is None else _attend_packed(call, cu_seqlens)
 
 
 _attend_outside_graphs = torch.compiler.disable(_attend_switched)
 
 
-def _check_lengths(call: LayerCall) -> None:
-    model_mask, q_length, kv_length = call.model_mask, call.query.shape[2], call.key.shape[2]
-    if model_mask.refusal is not None:
-        raise ValueError(model_mask.refusal)
-    if (model_mask.q_length, model_mask.kv_length) != (q_length, kv_length):
-        raise ValueError(
-            f"{type(call.module).__name__} attends from {q_length} queries to {kv_length} keys under a mask for "
-            f"{model_mask.q_length} and {model_mask.kv_length}, which {NAME!r} does not support; use another implementation, such "
-            "as model.set_attn_implementation('sdpa')"
-        )
-
-
-def _check_mask(call: LayerCall, packed: bool) -> None:
+def _check_call(call: LayerCall, packed: bool) -> None:
     """Raises ValueError for masks that the call cannot have, and warns of a mask within causal where the model's own lets some
     tokens see later ones. packed: whether a row has several sequences."""
-    mask, model_mask, layer = call.mask, call.model_mask, type(call.module).__name__
-    if mask.looks_ahead and not call.settings.bidirectional and model_mask.base == "causal":  # a causal layer that does not say so
+    mask, model_mask, layer = call.settings, call.model_mask, type(call.module).__name__
+    if model_mask.refusal is not None:
+        raise ValueError(model_mask.refusal)
+    lengths, of_mask = (call.query.shape[2], call.key.shape[2]), (model_mask.q_length, model_mask.kv_length)
+    if lengths != of_mask:
+        raise unsupported_error(call.module, f"attends with lengths {lengths} of queries and keys under a mask for {of_mask}")
+    if mask.looks_ahead and not mask.bidirectional and model_mask.base == "causal":  # a causal layer that does not say so
         raise ValueError(future_error(f"the mask of {layer}", mask.given))
     within_causal = mask.kept is not None and not mask.looks_ahead
     if within_causal and model_mask.kept_pairs is not None and model_mask.sees_both_ways:
@@ -199,56 +183,49 @@ def _attend_rows(call: LayerCall) -> torch.Tensor:
     before it, decoding starts there, and the tokens of a prompt move to the front if that means the same; otherwise each sequence
     is attended by itself.
     """
-    model_mask, (call, kv_lens) = call.model_mask, _cut_cache(call)
-    if kv_lens is not None or _can_decode_rows(call):
-        return _decode(call, kv_lens)
+    model_mask = call.model_mask
+    if call.kv_lens is not None or _can_decode_rows(call):
+        return _decode(call)
     # Compiled code cannot read whether there is padding.
     compiling = torch.compiler.is_compiling()
     padded = model_mask.first_token is not None if compiling else any(first for first, *_ in model_mask.sequences)
     moves = padded and _needs_positions(call)
     is_whole = model_mask.q_length == model_mask.key_count and not model_mask.first_key_position and model_mask.kept_pairs is None
-    if (call.mask.dense is not None and model_mask.key_starts is not None) or (moves and not is_whole):
-        return _attend_padded(call)
+    if (call.settings.dense is not None and model_mask.key_starts is not None) or (moves and not is_whole):
+        earlier, runs = model_mask.key_count - model_mask.q_length, []
+        for row, (first, start, stop) in enumerate(model_mask.sequences):
+            low, high = max(0, start - earlier), max(0, start - earlier, stop - earlier)
+            runs.append((row, low, high, start, stop, model_mask.first_key_position + start - first))
+        return _attend_runs(call, runs)
     if moves:
         first, count = model_mask.first_token, model_mask.key_stops - model_mask.key_starts
         query, key, value = (_roll_tokens(t, first) for t in (call.query, call.key, call.value))
         out = _attend(call._replace(query=query, key=key, value=value), q_lens=count, kv_lens=count)
         return _roll_tokens(out, -first)
-    return _attend(call, **_lengths_of(model_mask))
+    return _attend(call, **model_mask.lengths())
 
 
 def _attend(call: LayerCall, **lengths: torch.Tensor) -> torch.Tensor:
     """Calls ``attention`` within the model's own restrictions. lengths: its keywords that say which tokens exist."""
-    settings, mask = call.settings, call.model_mask.intersect(call.kept, call.query.device)
-    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout, "softcap": call.softcap, "sinks": call.sinks}
-    options |= {"deterministic": settings.deterministic, "backend": settings.backend, **lengths}
-    precision = settings.precision if call.query.shape[2] > MAX_QUERIES else None
+    mask = call.model_mask.intersect(call.kept, call.query.device)
+    options: dict[str, Any] = {"dropout_p": call.dropout, "softcap": call.softcap, "sinks": call.sinks, **call.options, **lengths}
+    precision = call.settings.precision if call.query.shape[2] > MAX_QUERIES else None
     return cast(torch.Tensor, attention(call.query, call.key, call.value, mask, precision=precision, **options))
-
-
-def _needs_positions(call: LayerCall) -> bool:
-    """Whether the combined mask depends on more than the distance of query and key."""
-    return call.mask.needs_positions or call.model_mask.is_chunked()
-
-
-def _attend_padded(call: LayerCall) -> torch.Tensor:
-    """Attends each sequence of a padded batch by itself."""
-    if isinstance(call.kept, BlockMask):
-        raise ValueError(
-            "a layer's BlockMask must be of one length; got a batch padded on the left, with a cache, padding between tokens or "
-            "limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
-        )
-    earlier, runs = call.model_mask.key_count - call.model_mask.q_length, []
-    for row, (first, start, stop) in enumerate(call.model_mask.sequences):
-        low, high = max(0, start - earlier), max(0, start - earlier, stop - earlier)
-        runs.append((row, low, high, start, stop, call.model_mask.first_key_position + start - first))
-    return _attend_runs(call, runs)
 
 
 def _attend_runs(call: LayerCall, runs: list[tuple[int, int, int, int, int, int]]) -> torch.Tensor:
     """Attends runs of tokens one by one, so their positions and blocks start with their sequences. Other tokens get 0. runs: in
     order, (row, first query, end of queries, first key, end of keys, position of the first key in its sequence)."""
-    (batch, _, tokens, _), whole = call.query.shape, call.model_mask.kept_pairs
+    if isinstance(call.kept, BlockMask):
+        raise ValueError(
+            "a layer's BlockMask must be of one length; got packed sequences, or a batch padded on the left, with a cache, padding "
+            "between tokens or limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
+        )
+    (batch, _, tokens, _), settings, whole = call.query.shape, call.settings, call.model_mask.kept_pairs
+    pattern = parse(call.kept) if isinstance(call.kept, str) else call.kept
+    of_rows = pattern.patterns if isinstance(pattern, PerBatch) else (call.kept,)
+    if len(of_rows) not in (1, batch):
+        raise ValueError(f"per_batch must be for the batch's {batch} sequences; got {len(of_rows)} patterns")
     pieces, done = [], 0
     for row, low, high, start, stop, position in runs:
         fields: dict[str, Any] = {"q_length": high - low, "kv_length": stop - start, "key_count": stop - start}
@@ -257,32 +234,12 @@ def _attend_runs(call: LayerCall, runs: list[tuple[int, int, int, int, int, int]
             fields["kept_pairs"] = whole.expand(batch, -1, tokens, -1)[row, None, :, low:high, start:stop]
         query, key, value = call.query[row, None, :, low:high], *(t[row, None, :, start:stop] for t in (call.key, call.value))
         model_mask = call.model_mask.changed(**fields)
-        dense = call.mask.dense if call.mask.why_dense(model_mask, query, key) else None
-        kept = _mask_of_row(call.kept, row, batch) if dense is None else dense.kept
+        kept = settings.dense.kept if settings.dense and settings.why_dense(model_mask, query, key) else of_rows[row % len(of_rows)]
         one = call._replace(kept=kept, model_mask=model_mask, query=query, key=key, value=value)
         pieces.append(pad(_attend_rows(one), (0, 0, row * tokens + low - done, 0)))
         done = row * tokens + high
     out = pad(torch.cat(pieces, 2), (0, 0, 0, batch * tokens - done))
     return torch.unflatten(out[0], 1, (batch, tokens)).transpose(0, 1)
-
-
-def _mask_of_row(mask: Any, row: int, batch: int) -> Any:
-    """Returns the mask of one sequence of the batch."""
-    pattern = parse(mask) if isinstance(mask, str) else mask
-    if not isinstance(pattern, PerBatch):
-        return mask
-    if len(pattern.patterns) not in (1, batch):
-        raise ValueError(f"per_batch must be for the batch's {batch} sequences; got {len(pattern.patterns)} patterns")
-    return pattern.patterns[row % len(pattern.patterns)]
-
-
-def _lengths_of(model_mask: ModelMask) -> dict[str, torch.Tensor]:
-    """Returns the keywords of ``attention`` that say which tokens exist."""
-    starts, stops = model_mask.key_starts, model_mask.key_stops
-    if starts is None:
-        return {}
-    earlier = model_mask.key_count - model_mask.q_length  # the last query aligns with the last key
-    return {"kv_starts": starts, "kv_lens": stops, "q_starts": starts - earlier, "q_lens": (stops - earlier).clamp(min=0)}
 
 
 def _can_decode_rows(call: LayerCall) -> bool:
@@ -292,32 +249,18 @@ def _can_decode_rows(call: LayerCall) -> bool:
         return False
     if not is_decode_step(call.query, call.key, call.kept) or (model_mask.first_key_position and _needs_positions(call)):
         return False
-    if model_mask.key_starts is None:
-        return True
-    return not model_mask.is_chunked() and (
-        call.query.shape[2] == 1 or all(stop == model_mask.key_count for *_, stop in model_mask.sequences)
-    )
+    at_end = model_mask.q_length == 1 or all(stop == model_mask.key_count for *_, stop in model_mask.sequences)
+    return model_mask.key_starts is None or (at_end and not model_mask.is_chunked())
 
 
-def _decode(call: LayerCall, kv_lens: torch.Tensor | None) -> torch.Tensor:
-    """Attends the newest tokens to a cache. kv_lens: if compiled code could not cut it; see ``_cut_cache``."""
+def _decode(call: LayerCall) -> torch.Tensor:
+    """Attends the newest tokens to a cache."""
     model_mask, mask = call.model_mask, call.model_mask.intersect(call.kept, call.query.device)
     starts, stops = (None, None) if isinstance(mask, BlockSelection) else (model_mask.key_starts, model_mask.key_stops)
-    options: dict[str, Any] = {"kv_lens": kv_lens if stops is None else stops, "kv_starts": starts}
-    options |= {"scale": call.scale, "backend": call.settings.backend}
-    out, lse = attention_decode(call.query, call.key, call.value, mask, return_lse=True, **options)
+    options: dict[str, Any] = {name: call.options[name] for name in ("scale", "backend")}
+    options |= {"kv_lens": call.kv_lens if stops is None else stops, "kv_starts": starts, "return_lse": True}
+    out, lse = attention_decode(call.query, call.key, call.value, mask, **options)
     return out if call.sinks is None else with_sinks(out, lse, call.sinks, None)[0]
-
-
-def _cut_cache(call: LayerCall) -> tuple[LayerCall, torch.Tensor | None]:
-    """Returns the call without what lies past the end of a static cache, and None. Compiled code cannot cut, and gets the call and
-    the lengths of the cache, (batch,) int32."""
-    model_mask, end = call.model_mask, call.model_mask.key_count
-    if model_mask.key_count_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(model_mask):
-        return call, model_mask.key_count_tensor.to(torch.int32).expand(call.query.shape[0])
-    if end != model_mask.kv_length:
-        call = call._replace(key=call.key[:, :, :end], value=call.value[:, :, :end])
-    return call, None
 
 
 def _roll_tokens(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -331,21 +274,15 @@ def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: 
     """Attends each query to the blocks that it chose, its own among them, up to the query."""
     settings, model_mask = call.settings, call.model_mask
     unsupported = {
-        "a mask of its own: leave it out, or pass 'own' for this layer": call.mask.kept is not None,
-        "padding": model_mask.key_starts is not None,
+        "a mask of its own (leave it out, or pass 'own' for this layer)": settings.kept is not None,
         "packed sequences": packed,
-        "a 4-D attention_mask": model_mask.kept_pairs is not None,
         "a window": bool(model_mask.limits()) or model_mask.base != "causal" or bool(model_mask.first_key_position),
-        "dropout": call.dropout,
-        "a soft cap": call.softcap,
+        **call.extras(),
         f"precision={settings.precision!r}": settings.precision,
     }
     if used := [name for name, used in unsupported.items() if used]:
-        raise ValueError(
-            f"{type(call.module).__name__} chooses blocks of keys, beside which {NAME!r} does not support {used[0]}; or use "
-            "another implementation, such as model.set_attn_implementation('eager')"
-        )
-    size, q_len, kv_len = call.module.config.index_block_size, call.query.shape[2], _cut_cache(call)[0].key.shape[2]
+        raise unsupported_error(call.module, f"chooses blocks of keys beside {used[0]}")
+    size, q_len, kv_len = call.module.config.index_block_size, call.query.shape[2], call.key.shape[2]
     picked = BlockSelection.from_picks(block_indices, size, q_len=q_len, kv_len=kv_len, own=False, check=False)
     return _attend_rows(call._replace(kept=picked))
 
@@ -360,13 +297,9 @@ def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
         )
     kept, model_mask = call.kept, call.model_mask
     by_entry = isinstance(kept, PerEntry) or (isinstance(kept, str) and kept.startswith(("per_head(", "per_batch(")))
-    of_varlen = {
-        "dropout": call.dropout,
-        "a soft cap": call.softcap,
-        "padding": model_mask.key_starts is not None,
+    of_varlen = call.extras() | {
         "a BlockMask, which is of one length,": isinstance(kept, BlockMask),
         "a pattern for each head or sequence": by_entry,
-        "a 4-D attention_mask": model_mask.kept_pairs is not None,
         "a cache": tokens != call.key.shape[2] or model_mask.first_key_position or model_mask.key_count_tensor is not None,
     }
     if unsupported := [name for name, used in of_varlen.items() if used]:
@@ -376,9 +309,8 @@ def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
             )
         return _attend_documents(call, cu_seqlens)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (call.query, call.key, call.value))  # (all tokens, heads, head_dim)
-    options: dict[str, Any] = {"scale": call.scale, "deterministic": settings.deterministic, "backend": settings.backend}
-    options |= {"mask": model_mask.intersect(kept, q.device), "return_lse": True}
-    out, lse = attention_varlen(q, k, v, cu_seqlens, **options)
+    mask: Any = model_mask.intersect(kept, q.device)
+    out, lse = attention_varlen(q, k, v, cu_seqlens, mask=mask, return_lse=True, **call.options)
     if call.sinks is not None:
         out = with_sinks(out.transpose(0, 1)[None], lse[None], call.sinks, None)[0][0].transpose(0, 1)
     return torch.unflatten(out, 0, (batch, tokens)).transpose(1, 2)
@@ -392,8 +324,6 @@ def _attend_documents(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor
             "position_ids, or cu_seq_lens_q, must be of one sequence where a call goes on from a cache, which does not say "
             "whose keys it holds; got packed sequences; pass them in the first call, or each with a cache of its own"
         )
-    if isinstance(call.kept, BlockMask):
-        raise ValueError("the layer's own mask is of packed sequences, and a BlockMask cannot be joined with it; pass a Pattern")
     # Sequences also end with their row, and padding before and after a row's tokens counts as sequences.
     bounds, of_rows, runs = cu_seqlens.tolist(), [], []
     for row, (_, start, stop) in enumerate(model_mask.sequences or [[0, 0, tokens]] * batch):
@@ -407,14 +337,12 @@ def _attend_documents(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor
     # Distances are the same on the whole axis, so documents are one more limit, in memory for the tokens alone.
     separate = PerBatch(tuple(of_rows))
     kept = separate if pattern is None else And.of(separate, pattern)
-    return _attend(_cut_cache(call)[0]._replace(kept=kept), **_lengths_of(model_mask))
+    return _attend(call._replace(kept=kept), **model_mask.lengths())
 
 
 def _attend_by_plan(call: LayerCall, plan: SharedSequence, block_indices: torch.Tensor | None) -> torch.Tensor:
-    """Calls ``plan.attention`` for a layer, whose mask was made for the tokens of this rank. Returns (batch, heads, tokens,
-    head_dim). block_indices: the choice of a layer that chooses blocks, None for others. Raises ValueError for what a plan does not
-    support, and for restrictions of the model that it cannot know."""
-    settings, model_mask = call.settings, call.model_mask
+    """Attends by a plan, under its own mask. Raises ValueError for what it does not support, and for restrictions of the model."""
+    model_mask = call.model_mask
     unsupported = {
         "a soft cap": bool(call.softcap),
         "a 4-D attention_mask, or a config.attention_chunk_size shorter than the sequence": model_mask.kept_pairs is not None,
@@ -429,9 +357,7 @@ def _attend_by_plan(call: LayerCall, plan: SharedSequence, block_indices: torch.
             f"the layer's own mask is {' & '.join(limits)}, and a plan cannot be joined with it; make it part of the layer's mask "
             f"in the plan, and set the model's config.{setting}"
         )
-    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout, "sinks": call.sinks}
-    options |= {"deterministic": settings.deterministic, "backend": settings.backend}
-    return plan.attention(call.query, call.key, call.value, **options)
+    return plan.attention(call.query, call.key, call.value, dropout_p=call.dropout, sinks=call.sinks, **call.options)
 
 
 def _attend_as_before(module, query, key, value, attention_mask, **options):

@@ -1,8 +1,5 @@
 """The masks that a user gives to a model: read from files, configs and arguments, checked before the model is changed, and kept for
-saving as plain records, in the model's config and in JSON files.
-
-A layer's mask may have choosers. Its prompts then choose, and all other calls are dense: see ``LayerMask``.
-"""
+saving as plain records, in the model's config and in JSON files."""
 
 from __future__ import annotations
 
@@ -26,34 +23,36 @@ from ...masks.chooser import HeadChoice, choices_of, has_choosers, is_causal, ma
 from ...masks.parsing import parse, text_of
 from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerEntry, PerHead, short_text
 from ...patterns import causal, last_tokens
-from ..models import check_layers
+from ..models import check_layers, depends_on_position
 from .layers import unwrap_model
-from .model_mask import ModelMask, depends_on_position
+from .model_mask import ModelMask
 
 OWN = "own"
-DENSE_BELOW = 4096  # attention to fewer keys is a small part of a prompt's time, and 128 of them are a large part of the keys
-DENSE_LAST = 64  # an answer starts from these queries, and they cost one or two rows of blocks
+_COUNTS = {
+    "dense_below": 4096,  # attention to fewer keys is a small part of a prompt's time, and 128 of them are a large part of the keys
+    "dense_last": 64,  # an answer starts from these queries, and they cost one or two rows of blocks
+}
 CONFIG_KEY = "sparse_flash"  # in a model's config
 _IMPLEMENTATION = "attn_implementation"  # in the config too, if a user set it: Transformers then loads the model under that name
 _FORMAT = 1
 
 
-class LayerMask(NamedTuple):
-    """The checked mask of a layer.
+class LayerSettings(NamedTuple):
+    """The checked mask and the settings of a layer, those of ``use_sparse_flash``."""
 
-    given: the mask as ``masks_of`` returns it. kept: what calls keep: ``given``, with the last tokens joined to its choosers; None
-    for the model's own mask, and for a plan.
-    needs_positions: whether it depends on more than the distance of query and key. looks_ahead: whether queries may see later keys.
-    dense: the mask of calls that do not choose; None without choosers. dense_below, dense_last: as for ``use_sparse_flash``.
-    """
-
-    given: Any
-    kept: Any
-    needs_positions: bool
-    looks_ahead: bool
-    dense: LayerMask | None = None
-    dense_below: int = 0
-    dense_last: int = 0
+    given: Any  # the mask as ``masks_of`` returns it
+    kept: Any  # what calls keep: the same, with the last tokens joined to its choosers; None for the model's own mask and a plan
+    needs_positions: bool  # whether the mask depends on more than the distance of query and key
+    looks_ahead: bool  # whether queries may see later keys
+    dense_below: int
+    dense_last: int
+    bidirectional: bool
+    backend: str
+    deterministic: bool | None
+    precision: str | None
+    packed: bool
+    plan: SharedSequence | None = None
+    dense: LayerSettings | None = None  # of calls that do not choose; None without choosers
 
     def why_dense(self, model_mask: object, query: torch.Tensor, key: torch.Tensor) -> str | None:
         """Why a call is dense although the mask has choosers; None if it is not. A ``ModelMask``'s window limits a query's keys."""
@@ -71,20 +70,19 @@ class LayerMask(NamedTuple):
 
 def read_masks(
     model: Any, layers: Mapping[int, torch.nn.Module], mask: object, per_layer: object, bidirectional: bool,
-    dense_below: int | None, dense_layers: Any, dense_last: int | None
-) -> tuple[dict[int, LayerMask], bool, dict[str, Any] | None]:  # fmt: skip
-    """Returns the masks that ``use_sparse_flash`` is called for, with these arguments: given ones, those of a file, or saved ones;
-    whether they may look ahead; and their record, None if one has no text. layers: the model's, by number. Raises ValueError or
-    TypeError for masks and settings that do not fit them."""
-    numbers, source = sorted(layers), ""
+    dense_below: int | None, dense_layers: Any, dense_last: int | None, **options: Any
+) -> tuple[dict[int, LayerSettings], dict[str, Any] | None]:  # fmt: skip
+    """Returns the settings that ``use_sparse_flash`` is called for, with these arguments: given masks, those of a file, or saved
+    ones; and the record of the masks, None if one has no text. layers: the model's, by number. Raises ValueError or TypeError for
+    masks and settings that do not fit them."""
+    numbers, source, counts = sorted(layers), "", _COUNTS
     if per_layer is None and (found := _find_record(model, mask)) is not None:
         name, record = found
         mask, source = _read_layers(name, record, numbers), f" in {name}"
         bidirectional = bidirectional or bool(record.get("bidirectional"))
-        dense_below = record.get("dense_below") if dense_below is None else dense_below
-        dense_last = record.get("dense_last") if dense_last is None else dense_last
-    check_counts(dense_below=dense_below, dense_last=dense_last)
-    below, last = DENSE_BELOW if dense_below is None else dense_below, DENSE_LAST if dense_last is None else dense_last
+        counts = counts | {name: record[name] for name in counts if name in record}
+    counts = counts | _without_none(dense_below=dense_below, dense_last=dense_last)
+    _check_counts(counts)
     given = _assign_masks(mask, per_layer, numbers)
     dense = check_layers(() if dense_layers is None else dense_layers, given)
     given |= dict.fromkeys(dense, OWN)
@@ -94,7 +92,7 @@ def read_masks(
             f"a ContextPlan must be the plan of all layers; got a chooser in layers {chosen}, and ranks choose no blocks by "
             "content; make the plan of a pattern, or leave it out"
         )
-    make = cache(partial(_make_layer_mask, below=below, last=last))
+    make = cache(partial(_make_settings, **counts, bidirectional=bidirectional, **options))
     masks = {number: make(one) for number, one in given.items()}
     _check_heads(given, layers, source)
     ahead = [number for number, one in masks.items() if one.looks_ahead]
@@ -103,8 +101,7 @@ def read_masks(
         raise ValueError("bidirectional=True must come with a mask that looks ahead; got none; pass one, such as 'full'")
     if wrong and not bidirectional:
         raise ValueError(future_error(f"the mask of layers {wrong}", given[wrong[0]]))
-    settings = {"dense_below": below, "dense_last": last} if chosen else {}
-    return masks, bidirectional, _record_of(given, **settings, bidirectional=bidirectional or None)
+    return masks, _record_of(given, **(counts if chosen else {}), **({"bidirectional": True} if bidirectional else {}))
 
 
 def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
@@ -118,8 +115,7 @@ def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[i
             raise ValueError(f"per_layer must have {len(numbers)} masks, one for each attention layer; got {len(per_layer)}")
         given = dict(zip(numbers, per_layer, strict=True))
     elif isinstance(mask, Mapping):
-        if unknown := [number for number in mask if isinstance(number, bool) or number not in numbers]:
-            raise ValueError(f"mask must name layers of the model, {numbers[0]} to {numbers[-1]}; got layers {unknown}")
+        check_layers(mask, numbers, "mask")
         given = {number: mask.get(number) for number in numbers}
     elif isinstance(mask, Sequence) and not isinstance(mask, str):
         if not mask or not all(isinstance(one, SharedSequence) for one in mask):
@@ -134,11 +130,9 @@ def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[i
 
 
 def _normalize_mask(mask: object) -> object:
-    if mask is None:
+    if mask is None or (isinstance(mask, str) and mask == OWN):
         return OWN
-    if isinstance(mask, str):
-        return mask if mask == OWN else parse(mask).to_spec()  # raises now if something is wrong with it
-    if isinstance(mask, Pattern):
+    if isinstance(mask, (str, Pattern)):  # of wrong text it raises now
         return text_of(mask) or mask  # text, which compiled code accepts on every PyTorch
     if isinstance(mask, (BlockMask, SharedSequence)):
         return mask
@@ -169,18 +163,18 @@ def future_error(subject: str, mask: object) -> str:
     )
 
 
-def looks_ahead(mask: Any) -> bool:
+def _looks_ahead(mask: Any) -> bool:
     """Whether a mask may let a query see a later key: judged by a pattern's expression, which must say causal, or by a table."""
     if isinstance(mask, (BlockMask, SharedSequence)):
         return not (mask if isinstance(mask, BlockMask) else cast(Any, mask).mask).is_causal
     if isinstance(mask, str):
-        return mask != OWN and looks_ahead(parse(mask))
+        return mask != OWN and _looks_ahead(parse(mask))
     if isinstance(mask, DerivedPattern):
-        return looks_ahead(mask.expand_expression())
+        return _looks_ahead(mask.expand_expression())
     if isinstance(mask, And):
-        return all(map(looks_ahead, mask.operands))
+        return all(map(_looks_ahead, mask.operands))
     if isinstance(mask, (Or, PerEntry)):
-        return any(map(looks_ahead, mask.operands if isinstance(mask, Or) else mask.patterns))
+        return any(map(_looks_ahead, mask.operands if isinstance(mask, Or) else mask.patterns))
     return not isinstance(mask, causal)
 
 
@@ -189,54 +183,53 @@ def is_decoder(layer: torch.nn.Module) -> bool:
     return bool(getattr(layer, "is_causal", False) and getattr(getattr(layer, "config", None), "is_causal", True))
 
 
-def check_counts(**counts: object) -> None:
-    """Raises ValueError for numbers of tokens that are none. None passes."""
+def _without_none(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_counts(counts: Mapping[str, object]) -> None:
+    """Raises ValueError for numbers of tokens that are none."""
     for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be a number of tokens, 0 or more; got {value!r}")
 
 
-def _make_layer_mask(given: Any, below: int, last: int) -> LayerMask:
-    """Raises ValueError for choosers that no model can serve."""
-    ahead = looks_ahead(given)
+def _make_settings(given: Any, dense_last: int, **options: Any) -> LayerSettings:
+    """Returns the settings of layers with a mask. Raises ValueError for choosers that no model can serve."""
+    options |= {"looks_ahead": _looks_ahead(given), "dense_last": dense_last}
     if given == OWN or isinstance(given, SharedSequence):
-        return LayerMask(given, None, False, ahead)
+        return LayerSettings(given, None, False, plan=None if given == OWN else given, **options)
     if not has_choosers(given):
-        return LayerMask(given, given, depends_on_position(given), ahead)
+        return LayerSettings(given, given, depends_on_position(given), **options)
     choices = choices_of(given)
     if any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
         raise ValueError(
             f"{given} must choose by itself, as no model passes scores to scored; write a chooser, by register_chooser"
         )
-    kept, patterns = map_heads(given, partial(_join_last_tokens, last=last)), without_choosers(given)
+
+    def join_last_tokens(choice: HeadChoice) -> Pattern:  # under causal
+        last = last_tokens(dense_last) if dense_last and choice.choosers and is_causal(choice.within) else None
+        inner = Or.of(*(one for one in (*choice.choosers, choice.always, last) if one is not None))
+        return inner if choice.within is None else And.of(choice.within, inner)
+
+    kept, patterns = map_heads(given, join_last_tokens), without_choosers(given)
     needs_positions = any(depends_on_position(one) for choice in choices for one in (choice.within, choice.always))
-    dense = LayerMask(patterns, patterns, depends_on_position(patterns), ahead)
-    return LayerMask(given, kept, needs_positions, ahead, dense, below, last)
-
-
-def _join_last_tokens(choice: HeadChoice, last: int) -> Pattern:
-    """Returns the expression of a head. Under causal its choosers are joined by the last tokens."""
-    joined = last_tokens(last) if last and choice.choosers and is_causal(choice.within) else None
-    inner = Or.of(*(one for one in (*choice.choosers, choice.always, joined) if one is not None))
-    return inner if choice.within is None else And.of(choice.within, inner)
+    dense = LayerSettings(patterns, patterns, depends_on_position(patterns), **options)
+    return LayerSettings(given, kept, needs_positions, dense=dense, **options)
 
 
 def saved_records(model: Any) -> dict[str, Any]:
     """Returns the records of masks that a model was loaded with, by the name of what holds them: those of its adapters, otherwise
     that of its config, otherwise none."""
-    of_adapters = {f"adapter {name!r}": _mapping_of(one).get(CONFIG_KEY) for name, one in _adapters_of(model).items()}
-    found = {name: record for name, record in of_adapters.items() if record is not None}
-    record = getattr(model.config, CONFIG_KEY, None)
-    return found or ({} if record is None else {f"config.{CONFIG_KEY}": record})
+    adapters = _adapters_of(model).items()
+    found = {f"adapter {name!r}": mapping[CONFIG_KEY] for name, (_, mapping) in adapters if CONFIG_KEY in mapping}
+    return found or _without_none(**{f"config.{CONFIG_KEY}": getattr(model.config, CONFIG_KEY, None)})
 
 
-def _adapters_of(model: Any) -> dict[str, Any]:
-    """Returns the configs of a model's adapters, as PEFT and Transformers attach them, by name."""
-    return getattr(model, "peft_config", None) or {}
-
-
-def _mapping_of(adapter: Any) -> dict[str, Any]:
-    return dict(getattr(adapter, "auto_mapping", None) or {})
+def _adapters_of(model: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Returns the config of each adapter of a model, as PEFT and Transformers attach them, and a copy of its ``auto_mapping``."""
+    adapters = getattr(model, "peft_config", None) or {}
+    return {name: (one, dict(getattr(one, "auto_mapping", None) or {})) for name, one in adapters.items()}
 
 
 def keep_in_adapters(model: Any, replaces: bool) -> str | None:
@@ -244,8 +237,7 @@ def keep_in_adapters(model: Any, replaces: bool) -> str | None:
     entry that PEFT leaves as it is if there is a task_type. replaces: whether an earlier record is replaced. Returns the name of an
     adapter that cannot hold the record, or None."""
     record, refused = getattr(model.config, CONFIG_KEY, None), None
-    for name, adapter in _adapters_of(model).items():
-        mapping = _mapping_of(adapter)
+    for name, (adapter, mapping) in _adapters_of(model).items():
         if replaces or CONFIG_KEY not in mapping:
             mapping.pop(CONFIG_KEY, None)
             if record is None or adapter.task_type is None:
@@ -315,8 +307,8 @@ def write_masks(
     ``use_sparse_flash``; instead of the model's. Raises ValueError for masks without spec text, TypeError for what is neither a
     model nor a mapping.
     """
-    check_counts(dense_below=dense_below, dense_last=dense_last)
-    given = {"dense_below": dense_below, "dense_last": dense_last, "bidirectional": bidirectional or None}
+    counts = _without_none(dense_below=dense_below, dense_last=dense_last)
+    _check_counts(counts)
     if isinstance(masks, torch.nn.Module):
         record = getattr(unwrap_model(masks).config, CONFIG_KEY, None)
     elif isinstance(masks, Mapping):
@@ -327,18 +319,17 @@ def write_masks(
         found = f"{type(masks).__name__} without them; call use_sparse_flash(model, mask)"
         found = found if isinstance(masks, torch.nn.Module) else f"{masks}; register their patterns"
         raise ValueError(f"masks must be patterns that have spec text, by layer; got {found}")
-    text = json.dumps(record | {name: value for name, value in given.items() if value is not None}, indent=1)
+    text = json.dumps(record | counts | ({"bidirectional": True} if bidirectional else {}), indent=1)
     Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
-def warn_of_difference(model: Any, masks: Mapping[int, LayerMask]) -> None:
+def warn_of_difference(model: Any, masks: Mapping[int, LayerSettings]) -> None:
     """Names the first two masks that differ between what a model was saved with and its layers. Masks without text are not
     compared."""
     found = saved_records(model)
     name = next(iter(found), "")
-    saved = found[name].get("layers", {}) if found else {}
-    for number, mask in masks.items():
-        there, here = saved.get(str(number), mask.given), mask.given
+    for number, mask in masks.items() if found else ():
+        there, here = found[name].get("layers", {}).get(str(number), mask.given), mask.given
         if isinstance(here, str) and there != here:
             warnings.warn(
                 f"{name} says {short_text(there, 200)!r} for layer {number}, and the model was switched to "
@@ -364,5 +355,4 @@ def _record_of(masks: Mapping[int, Any], **settings: object) -> dict[str, Any] |
     if not all(isinstance(mask, (str, Pattern)) for mask in known.values()):
         return None
     layers = {number: mask if mask == OWN else text_of(mask) for number, mask in known.items()}
-    given = {name: value for name, value in settings.items() if value is not None}
-    return None if None in layers.values() else {"format": _FORMAT, "layers": layers, **given}
+    return None if None in layers.values() else {"format": _FORMAT, "layers": layers, **settings}

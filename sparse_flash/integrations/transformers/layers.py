@@ -10,14 +10,16 @@ from types import CodeType
 import torch
 from transformers import PreTrainedModel
 
-from ..models import ADVICE, library_of
+from ..models import library_of
 
 _NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own methods also name the interface
 
 
 def unwrap_model(model: object) -> PreTrainedModel:
     """Returns the one Transformers model in a module: itself, or what DataParallel, DDP, FSDP, torch.compile or PEFT wraps."""
-    other = ADVICE["diffusers"] if library_of(model) == "diffusers" else None
+    other = None
+    if library_of(model) == "diffusers":
+        other = "call use_sparse_flash(pipe.transformer, spec) of sparse_flash.integrations.diffusers for a model of diffusers"
     if not isinstance(model, torch.nn.Module):
         way_out = other or "load one by from_pretrained"
         raise TypeError(f"model must be a loaded model; got {type(model).__name__}; {way_out}")
@@ -40,14 +42,14 @@ def find_tower(model: torch.nn.Module) -> torch.nn.Module:
 
 def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     """Returns a tower's self-attention modules by layer number. Raises ValueError if some cannot be switched."""
-    taking = [(name, module) for name, module in model.named_modules() if takes_interface(module)]
     attention = [one for one in model.modules() if hasattr(one, "is_causal") and getattr(one, "layer_idx", None) is not None]
     if others := [module for module in attention if not any(map(takes_interface, module.modules()))]:
         raise ValueError(
             f"{type(others[0]).__name__} of {type(model).__name__} does not call attention through Transformers' attention "
             "interface; call sparse_flash.attention in its code instead"
         )
-    found = [module for name, module in taking if not _is_cross_attention(name, module)]
+    named = model.named_modules()
+    found = [module for name, module in named if takes_interface(module) and not _is_cross_attention(name, module)]
     # If some layers are causal, the others belong to an encoder, or attend to one.
     found = [module for module in found if getattr(module, "is_causal", False)] or found
     if not found:
@@ -55,11 +57,8 @@ def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
             f"{type(model).__name__} has no self-attention layers that call Transformers' attention interface; call "
             "sparse_flash.attention in its code instead"
         )
-    if biased := [module for module in found if _uses(module, "position_bias")]:
-        raise ValueError(
-            f"{type(biased[0]).__name__} passes position_bias to its attention, which sparse_flash does not support; use another "
-            "implementation, such as model.set_attn_implementation('sdpa')"
-        )
+    if biased := [module for module in found if "position_bias" in _names(type(module).__mro__)]:
+        raise unsupported_error(biased[0], "passes position_bias to its attention")
     numbers = [number for module in found if (number := getattr(module, "layer_idx", None)) is not None]
     if len(numbers) < len(found):
         numbers = list(range(len(found)))
@@ -71,6 +70,11 @@ def find_self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     return dict(sorted(zip(numbers, found, strict=True)))
 
 
+def unsupported_error(module: torch.nn.Module, what: str) -> ValueError:
+    way_out = "use another implementation, such as model.set_attn_implementation('eager')"
+    return ValueError(f"{type(module).__name__} {what}, which sparse_flash does not support; {way_out}")
+
+
 def _is_cross_attention(name: str, module: torch.nn.Module) -> bool:
     """Whether a module attends to another sequence, by its attribute, its class, or its name within its layer: encoder_attn,
     EncDecAttention, crossattention.self."""
@@ -80,18 +84,13 @@ def _is_cross_attention(name: str, module: torch.nn.Module) -> bool:
 
 
 def takes_interface(module: torch.nn.Module) -> bool:
-    return _uses(module, "ALL_ATTENTION_FUNCTIONS")
-
-
-def _uses(module: torch.nn.Module, name: str) -> bool:
-    kind: type = type(module)  # declared: mypy takes type[Module] for a Module, whose hash it does not know
-    return name in _names(kind)
+    return "ALL_ATTENTION_FUNCTIONS" in _names(type(module).__mro__)
 
 
 @cache
-def _names(kind: type) -> frozenset[str]:
-    """Returns the names that a class's methods use: globals, attributes, and keywords that they pass."""
-    owners = [one for one in kind.__mro__ if one.__module__ not in _NOT_OF_MODELS and not one.__module__.startswith("torch.")]
+def _names(kinds: tuple[type, ...]) -> frozenset[str]:
+    """Returns the names that a class's methods use: globals, attributes, and keywords that they pass. kinds: it and its bases."""
+    owners = [one for one in kinds if one.__module__ not in _NOT_OF_MODELS and not one.__module__.startswith("torch.")]
     values = [value for one in owners for value in vars(one).values() if callable(value)]
     codes, found = [getattr(inspect.unwrap(value), "__code__", None) for value in values], set[str]()
     while codes:

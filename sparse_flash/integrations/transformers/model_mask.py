@@ -1,15 +1,14 @@
 """A model's own mask: the answer to Transformers, which requests one mask for all layers of a kind (those with a window, those
 without), and passes it to attention. A ``ModelMask`` holds numbers and spec text instead of a tensor of pairs.
 
-Two readers take from Transformers' arguments what the mask keeps. ``_read_function`` looks into the mask
-function. Compiled code cannot inspect functions, so ``_read_arguments`` takes what Transformers passes beside it, and calls the
-function to see where packed sequences start. Both must say the same of a mask.
+``_read_function`` looks into Transformers' mask function. Compiled code cannot, and ``_read_arguments`` takes what is passed beside
+it. Both must say the same of a mask.
 """
 
 from __future__ import annotations
 
 import inspect
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,8 +34,13 @@ _NO_TENSOR = (
     "the model computes with its attention mask, which is no tensor under sparse_flash; use another implementation, such as "
     "model.set_attn_implementation('sdpa')"
 )
-SLICED_AND_PACKED = (
+_SLICED_AND_PACKED = (
     "packed sequences must keep all of their queries in each layer; the model keeps the last ones; leave logits_to_keep out"
+)
+_PACKED_ERROR = (
+    "position_ids are of packed sequences; in compiled code, pass cu_seq_lens_q and cu_seq_lens_k too "
+    "(DataCollatorWithFlattening(return_flash_attn_kwargs=True)), or say use_sparse_flash(..., packed=True) and leave "
+    "attention_mask and the cache out"
 )
 
 
@@ -45,50 +49,40 @@ SLICED_AND_PACKED = (
 def restrict_mask(mask: Any, limits: tuple[str, ...], position: int) -> Pattern | str:
     """Returns the mask, a Pattern, spec text or None for all pairs, within the limits, for keys from a position on; as text if it
     has one."""
+
+    def move(leaf: Pattern) -> Pattern:
+        counts_from_the_end = leaf.bind_length(0) != leaf
+        return leaf if leaf.chooses or counts_from_the_end else move_pattern(leaf, -position)
+
     parts = [parse(limit) if isinstance(limit, str) else limit for limit in (*limits, mask) if limit is not None]
-    restricted = And.of(*(part.map_leaves(partial(_move_leaf, by=-position)) for part in parts))
+    restricted = And.of(*(part.map_leaves(move) for part in parts))
     return text_of(restricted) or restricted
-
-
-def _move_leaf(leaf: Pattern, by: int) -> Pattern:
-    counts_from_the_end = leaf.bind_length(0) != leaf
-    return leaf if leaf.chooses or counts_from_the_end else move_pattern(leaf, by)
-
-
-def depends_on_position(mask: Any) -> bool:
-    """Whether a mask depends on more than the distance of query and key."""
-    mask = parse(mask) if isinstance(mask, str) else mask
-    return mask is not None and (not isinstance(mask, Pattern) or move_pattern(mask, 1) != mask)
 
 
 class ModelMask(FlexBlockMask):
     """A model's own mask of (q_length, kv_length) pairs, created once per forward pass for the layers of one kind.
 
-    base: "causal" or "full". window: a query sees keys that are fewer tokens away. chunk: a query sees keys of its own chunk of so
-    many tokens, counted from each sequence's first token. kept_pairs: a further restriction as a bool tensor, broadcastable to
-    (batch, heads, q_length, kv_length). None for none of these.
-    first_key_position: of the first key. A cache of a window drops earlier keys.
-    key_count: the number of keys up to the last query's. A static cache holds further ones. None if only ``key_count_tensor``, 0-d,
-    knows; that is None if no key comes after.
-    key_starts, key_stops: (batch,) int32, which keys exist; None for all up to ``key_count``.
-    first_token: (batch,) integers, the position of each sequence's first token in the padded batch; None if that is 0.
-    sequence_starts: (batch | 1, q_length) bool, where packed sequences start by the mask function; None if it separates none.
-    refusal: why attention cannot apply it, or None. arguments: Transformers' arguments for the mask.
-
     It subclasses FlexAttention's mask because ``generate()`` creates the masks of static caches before it calls the model, which
-    accepts only tensors and that class as prebuilt masks. An ordinary class with ordinary fields, which torch.compile can create
-    and read.
+    accepts only tensors and that class as prebuilt masks. An ordinary class, which torch.compile can create and read.
     """
 
     def __init__(
         self, q_length, kv_length, base="full", window=None, chunk=None, kept_pairs=None, first_key_position=0, key_count=None,
         key_count_tensor=None, key_starts=None, key_stops=None, first_token=None, sequence_starts=None, refusal=None, arguments=None
     ):  # fmt: skip
-        self.q_length, self.kv_length, self.first_key_position = q_length, kv_length, first_key_position
-        self.base, self.window, self.chunk, self.kept_pairs = base, window, chunk, kept_pairs
-        self.key_count, self.key_count_tensor = key_count, key_count_tensor
-        self.key_starts, self.key_stops, self.first_token = key_starts, key_stops, first_token
-        self.sequence_starts, self.refusal, self.arguments = sequence_starts, refusal, arguments
+        self.q_length, self.kv_length = q_length, kv_length
+        self.base = base  # "causal" or "full"
+        self.window = window  # a query sees keys that are fewer tokens away
+        self.chunk = chunk  # a query sees keys of its own chunk of so many tokens, counted from each sequence's first token
+        self.kept_pairs = kept_pairs  # a further restriction, bool, broadcastable to (batch, heads, q_length, kv_length)
+        self.first_key_position = first_key_position  # a cache of a window drops earlier keys
+        self.key_count = key_count  # up to the last query's; a static cache holds more. None if only the tensor knows
+        self.key_count_tensor = key_count_tensor  # 0-d; None if no key comes after
+        self.key_starts, self.key_stops = key_starts, key_stops  # (batch,) int32, which keys exist; None for all up to key_count
+        self.first_token = first_token  # (batch,), the position of each sequence's first token in the padded batch; None for 0
+        self.sequence_starts = sequence_starts  # (batch | 1, q_length) bool, of packed sequences by the mask function
+        self.refusal = refusal  # why attention cannot apply the mask
+        self.arguments = arguments  # Transformers', for the mask
         # Made once for all layers of a kind, by uncompiled code.
         self.found_sequences = None  # (position_ids, what ``find_sequences`` found)
         self._converted, self._tables = {}, {}
@@ -132,14 +126,14 @@ class ModelMask(FlexBlockMask):
         first = max(first + self.q_length, 0) if first < 0 else first
         if not first:
             return self
-        q_length, kept, arguments = self.q_length - first, self.kept_pairs, self.arguments
-        arguments = arguments | {"q_length": q_length, "q_offset": arguments["q_offset"] + first}
+        q_length, kept = self.q_length - first, self.kept_pairs
+        arguments = self.arguments | {"q_length": q_length, "q_offset": self.arguments["q_offset"] + first}
         kept = kept[:, :, first:] if kept is not None and kept.shape[2] > 1 else kept
         # Compiled code cannot read whether there are several sequences.
         starts = None if torch.compiler.is_compiling() else self.sequence_starts
         packed = starts is not None and bool(starts[:, 1:].any())
         packed = packed or (self.found_sequences or (None, None))[1] is not None
-        refusal = SLICED_AND_PACKED if packed else self.refusal
+        refusal = _SLICED_AND_PACKED if packed else self.refusal
         return self.changed(q_length=q_length, kept_pairs=kept, sequence_starts=starts, refusal=refusal, arguments=arguments)
 
     def __repr__(self):
@@ -147,11 +141,10 @@ class ModelMask(FlexBlockMask):
 
     def convert_for(self, implementation: str):
         """Returns the same mask in the form for another attention implementation of Transformers."""
-        if torch.compiler.is_compiling():
-            return AttentionMaskInterface()[implementation](**self.arguments)
-        if implementation not in self._converted:
-            self._converted[implementation] = AttentionMaskInterface()[implementation](**self.arguments)
-        return self._converted[implementation]
+        converted = {} if torch.compiler.is_compiling() else self._converted
+        if implementation not in converted:
+            converted[implementation] = AttentionMaskInterface()[implementation](**self.arguments)
+        return converted[implementation]
 
     @cached_property
     def sequences(self) -> list[list[int]]:
@@ -174,20 +167,34 @@ class ModelMask(FlexBlockMask):
         """Whether chunks leave pairs out."""
         return self.chunk is not None and self.chunk < self.first_key_position + self.kv_length
 
+    def lengths(self) -> dict[str, torch.Tensor]:
+        """Returns the keywords of ``attention`` that say which tokens exist."""
+        if self.key_starts is None:
+            return {}
+        earlier = self.key_count - self.q_length  # the last query aligns with the last key
+        queries = {"q_starts": self.key_starts - earlier, "q_lens": (self.key_stops - earlier).clamp(min=0)}
+        return {"kv_starts": self.key_starts, "kv_lens": self.key_stops, **queries}
+
     def limits(self) -> tuple[str, ...]:
         """Returns the spec texts of the window and the chunks, where they leave pairs out."""
         window = () if self.window is None or self.window >= self.kv_length else (f"local({self.window})",)
         return (*window, f"block_diagonal(block={self.chunk})") if self.is_chunked() else window
 
     def intersect(self, mask: Pattern | str | BlockMask | None, device: torch.device) -> Pattern | str | BlockMask | None:
-        """Returns the intersection of ``mask``, which replaces ``base``, and the model's other restrictions, for keys up to
-        ``key_count``.
-
-        mask: a Pattern, spec text, a BlockMask of these lengths, or None for all pairs.
-        """
+        """Returns ``mask``, which replaces ``base``, within the model's other restrictions, for keys up to ``key_count``. mask: a
+        Pattern, spec text, a BlockMask of these lengths, or None for all pairs."""
         limits = self.limits()
         if isinstance(mask, BlockMask):
-            self._check_block_mask(mask, limits)
+            if self.key_count is not None and (mask.q_len, mask.kv_len) != (self.q_length, self.key_count):
+                raise ValueError(
+                    f"a layer's BlockMask must fit its tokens; got one compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; the "
+                    f"layer has {self.q_length} queries and {self.key_count} keys; pass the pattern itself, which is compiled for "
+                    "each length"
+                )
+            if limits or self.first_key_position:
+                said = " & ".join(limits) or f"keys from position {self.first_key_position} on"
+                way_out = "pass a Pattern" + ", or set the model's config.sliding_window to None" * said.startswith("local(")
+                raise ValueError(f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; {way_out}")
         # Compiled code with masks of positions keeps all keys, so graphs do not depend on the position.
         position = 0 if torch.compiler.is_compiling() else self.first_key_position
         mask = restrict_mask(mask, limits, position) if limits or (mask is not None and position) else mask
@@ -196,18 +203,6 @@ class ModelMask(FlexBlockMask):
         if (mask, device) not in self._tables:
             self._tables[mask, device] = self._build_table(mask, device)
         return self._tables[mask, device]
-
-    def _check_block_mask(self, mask: BlockMask, limits: tuple) -> None:
-        if self.key_count is not None and (mask.q_len, mask.kv_len) != (self.q_length, self.key_count):
-            raise ValueError(
-                f"a layer's BlockMask must fit its tokens; got one compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; the "
-                f"layer has {self.q_length} queries and {self.key_count} keys; pass the pattern itself, which is compiled for each "
-                "length"
-            )
-        if limits or self.first_key_position:
-            said = " & ".join(limits) or f"keys from position {self.first_key_position} on"
-            windowed = ", or set the model's config.sliding_window to None" * said.startswith("local(")
-            raise ValueError(f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; pass a Pattern{windowed}")
 
     def _build_table(self, mask: Any, device: torch.device) -> BlockMask:
         """Returns the table of a mask within ``kept_pairs``."""
@@ -227,7 +222,7 @@ _FIELDS = tuple(inspect.signature(ModelMask.__init__).parameters)[1:]
 
 
 def _read_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a mask within torch.compile. Raises ValueError for masks that are not clear from the arguments."""
+    """Returns the fields of a mask. Raises ValueError for masks that are not clear from the arguments."""
     bidirectional = "allow_is_bidirectional_skip" in arguments
     size, config = arguments.get("local_size"), arguments.get("config")
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
@@ -259,9 +254,7 @@ def _read_function(function: Any) -> dict[str, Any] | None:
     parts = [function]
     while parts:
         part = parts.pop()
-        code = getattr(part, "__code__", None)  # a partial has none
-        cells = zip(code.co_freevars, part.__closure__ or (), strict=True) if code else ()
-        held = {variable: cell.cell_contents for variable, cell in cells}
+        held = inspect.getclosurevars(part).nonlocals if inspect.isfunction(part) else {}
         match getattr(part, "__qualname__", "").removesuffix(".<locals>.inner_mask"):
             case "causal_mask_function":
                 base = "causal"
@@ -301,14 +294,25 @@ def create_model_mask(**arguments) -> ModelMask:
     compiling, padding = torch.compiler.is_compiling(), arguments.get("attention_mask")
     fields = _read_arguments(arguments) if compiling else _read_function(arguments["mask_function"])
     q_length, kv_length, first_key_position = (arguments[name] for name in ("q_length", "kv_length", "kv_offset"))
-    mask = ModelMask(q_length, kv_length, first_key_position=first_key_position, arguments=arguments, **fields or {})
-    _set_key_count(mask, arguments["q_offset"])
+    count: Any = arguments["q_offset"] + (q_length - first_key_position)
+    keys = {"first_key_position": first_key_position, "key_count": count}
+    if isinstance(count, torch.Tensor):
+        keys |= {"key_count": None if compiling else int(count), "key_count_tensor": count}
+    elif count != kv_length:
+        keys["key_count_tensor"] = torch.full((), count, device=arguments["device"])
+    mask = ModelMask(q_length, kv_length, arguments=arguments, **keys, **fields or {})
+    count = mask.key_count
+    if count is not None and not 0 < count <= kv_length:
+        mask.refusal = (
+            f"the cache must hold the key of the last query; got {kv_length} keys from position {first_key_position} on, "
+            "which end before; make it longer"
+        )
     if fields is None:
         mask.kept_pairs = sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
         mask.first_token = None if padding is None else padding.bool().int().argmax(1)
         return mask
     # If every token sees every other, keys past the queries' are not the future but extra ones.
-    if mask.base == "full" and mask.key_count is not None and mask.key_count < kv_length:
+    if mask.base == "full" and count is not None and count < kv_length:
         mask.refusal = (
             f"a model that sees both ways must have a query for each key; got {q_length} queries and {kv_length} keys, "
             "as in prefix tuning; use another implementation: model.set_attn_implementation('sdpa')"
@@ -316,23 +320,6 @@ def create_model_mask(**arguments) -> ModelMask:
     if padding is not None:
         _set_padding(mask, padding.bool())
     return mask
-
-
-def _set_key_count(mask: ModelMask, q_offset: int | torch.Tensor) -> None:
-    """q_offset: the position of the first query, a tensor if the cache's length is one."""
-    if isinstance(q_offset, torch.Tensor):
-        mask.key_count_tensor = q_offset + (mask.q_length - mask.first_key_position)
-        if not torch.compiler.is_compiling():
-            mask.key_count = int(mask.key_count_tensor)
-    else:
-        mask.key_count = q_offset + mask.q_length - mask.first_key_position
-        if mask.key_count != mask.kv_length:
-            mask.key_count_tensor = torch.full((), mask.key_count, device=mask.arguments["device"])
-    if mask.key_count is not None and not 0 < mask.key_count <= mask.kv_length:
-        mask.refusal = (
-            f"the cache must hold the key of the last query; got {mask.kv_length} keys from position {mask.first_key_position} on, "
-            "which end before; make it longer"
-        )
 
 
 def _set_padding(mask: ModelMask, exist: torch.Tensor) -> None:
@@ -364,22 +351,15 @@ def _set_padding(mask: ModelMask, exist: torch.Tensor) -> None:
     mask.key_starts, mask.key_stops = (t.clamp(min=0).to(torch.int32) for t in (starts, stops))
 
 
-def assume_mask(module, query, key, sliding_window, is_causal) -> ModelMask:
-    """Returns the mask of a layer that receives none: causal if the layer is, with the last query aligned to the last key."""
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    return ModelMask(query.shape[2], key.shape[2], "causal" if causal else "full", sliding_window, key_count=key.shape[2])
-
-
 def convert_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> ModelMask:
     """Returns the mask of a tensor of pairs passed to the model, True or 0 where a pair is kept; converted once per tensor, but in
     each layer for one made in inference mode, which does not count the writes to it."""
     cached = None if mask.is_inference() else getattr(mask, "_sparse_flash", None)
     if cached is not None and cached[0] == mask._version:
         return cached[1]
-    q_length, kv_length = query.shape[2], key.shape[2]
-    shape = tuple(mask.shape)
-    fits = mask.dim() == 4 and shape[2] in (1, q_length) and shape[3] == kv_length
-    if not fits or shape[0] not in (1, query.shape[0]) or shape[1] not in (1, query.shape[1]):
+    q_length, kv_length, shape = query.shape[2], key.shape[2], tuple(mask.shape)
+    fits = all(size in (1, whole) for size, whole in zip(shape, query.shape[:3], strict=False))
+    if mask.dim() != 4 or shape[3] != kv_length or not fits:
         raise ValueError(
             f"the model passes an attention mask of shape {shape} for {q_length} queries and {kv_length} keys; sparse_flash takes "
             f"(batch | 1, heads | 1, {q_length}, {kv_length})"
@@ -397,3 +377,71 @@ def convert_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> 
     if not mask.is_inference():
         mask._sparse_flash = mask._version, model_mask  # type: ignore[attr-defined]  # cached on the tensor
     return model_mask
+
+
+def find_sequences(model_mask: ModelMask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k, packed: bool) -> torch.Tensor | None:
+    """Returns the first token of each packed sequence among all tokens of the batch, then their end, (sequences + 1,) int32: by
+    cu_seq_lens_q of that form, otherwise by the mask function and by position_ids, (batch | 1, tokens), where they do not rise.
+    None if each row is one sequence. packed: whether compiled code, which cannot read values, expects packed sequences.
+
+    Layers of a kind share what it found. In compiled code it stores nothing, as layers may be checkpointed.
+    """
+    batch = query.shape[0]
+    if cu_seq_lens_q is not None:
+        if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
+            # Reading values on a GPU takes a synchronization in each layer.
+            read = query.device.type == "cpu" and not torch.compiler.is_compiling()
+            if cu_seq_lens_k.shape != cu_seq_lens_q.shape or (read and (cu_seq_lens_k != cu_seq_lens_q).any()):
+                raise ValueError("cu_seq_lens_k must be equal to cu_seq_lens_q, as self-attention has one list; leave it out")
+        return cu_seq_lens_q.to(query.device)
+    compiling, held = torch.compiler.is_compiling(), model_mask.found_sequences
+    if held is not None and held[0] is position_ids and not compiling:
+        return held[1]
+    if compiling and packed and position_ids is not None and position_ids.shape[-1] != model_mask.q_length:
+        raise ValueError(_SLICED_AND_PACKED)
+    by_function, by_positions = model_mask.sequence_starts, _starts_by_positions(model_mask, position_ids)
+    starts = by_function if by_positions is None else by_positions if by_function is None else by_positions | by_function
+    if not compiling:
+        found = None if starts is None or not starts[:, 1:].any() else _bounds_of(starts.expand(batch, -1))
+        model_mask.found_sequences = position_ids, found
+        return found
+    if starts is None:
+        return None
+    if packed and model_mask.key_starts is None and model_mask.q_length == model_mask.kv_length:
+        return _bounds_of(starts.expand(batch, -1))
+    assert_in_graph(~starts[:, 1:].any(), _PACKED_ERROR)
+    return None
+
+
+def _starts_by_positions(model_mask: ModelMask, position_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns whether a sequence starts with a token, (batch | 1, q_length) bool: with the first, and with any whose position is
+    not past that of the last existing token before it. None if position_ids are not one for each query, or if the user gave a
+    mask of pairs, which says itself who sees whom."""
+    q_length, arguments = model_mask.q_length, model_mask.arguments or {}
+    if position_ids is None or position_ids.dim() > 2 or not position_ids.shape[-1] == q_length > 1:
+        return None
+    if not arguments and model_mask.kept_pairs is not None:
+        return None
+    positions, padding = position_ids.view(-1, q_length), arguments.get("attention_mask")
+    earlier = positions[:, :-1]
+    before = later = torch.ones_like(earlier, dtype=torch.bool)
+    if padding is not None:
+        token = torch.arange(q_length, device=positions.device)
+        exist = padding.bool()[:, (token + arguments["q_offset"]).clamp(max=padding.shape[1] - 1)]
+        last = torch.where(exist, token, -1).cummax(1).values[:, :-1]
+        before, later = last >= 0, exist[:, 1:]
+        earlier = positions.expand(exist.shape[0], -1).gather(1, last.clamp(min=0))
+    return pad((positions[:, 1:] <= earlier) & before & later, (1, 0), value=True)
+
+
+def _bounds_of(starts: torch.Tensor) -> torch.Tensor:
+    """Returns ``find_sequences`` of starts, (batch, q_length) bool. In compiled code, which cannot read how many sequences there
+    are, (tokens + 1,): the sequences past the last are empty."""
+    starts = starts.flatten()
+    tokens = starts.shape[0]
+    if not torch.compiler.is_compiling():
+        return pad(starts.nonzero().flatten(), (0, 1), value=tokens).to(torch.int32)
+    # The first token of each sequence writes its position to the sequence's number; all others write past the end.
+    number = torch.where(starts, starts.cumsum(0) - 1, tokens + 1)
+    token = torch.arange(tokens, device=starts.device, dtype=torch.int32)
+    return torch.full((tokens + 2,), tokens, dtype=torch.int32, device=starts.device).scatter(0, number, token)[:-1]
