@@ -5,10 +5,6 @@ from pathlib import Path
 
 import numerics
 import pytest
-import torch
-from oracle import unless_refused
-
-import sparse_flash as sf
 
 TEXT = (Path(__file__).parent.parent / "docs" / "numbers.md").read_text()
 
@@ -26,12 +22,3 @@ def test_the_table_of_errors_is_what_the_script_finds():
         assert names == names_now
         for said, seen in zip(*(map(float, re.findall(r"[\d.]+e-\d+", text)) for text in (figures, figures_now)), strict=True):
             assert said / 3 <= seen <= said * 3, line
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_nan_reaches_no_query_whose_blocks_do_not_hold_it(backend):
-    q, k, v = (torch.randn(1, 1, 64, 16, device=numerics.DEVICE) for _ in range(3))
-    k[:, :, :16] = v[:, :, :16] = torch.nan
-    with unless_refused():
-        out = sf.attention(q, k, v, sf.compile_mask("block_diagonal(32)", 64, block_size=16).to(q.device), backend=backend)
-    assert torch.isfinite(out[:, :, 32:]).all() and out[:, :, :32].isnan().all()

@@ -2,9 +2,11 @@
 
 import functools
 import gc
+import multiprocessing
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -43,6 +45,20 @@ def test_clearing_empties_every_memory_of_calls():
     assert not api_call.fitting and not memory.prepared_under(None)
     assert [value for value in bounded if value.cache_info().currsize] == []
     assert all(map(torch.equal, results(), before))
+
+
+def attend(tokens: int, spec: str) -> torch.Tensor:
+    q, k, v = torch.randn(3, 1, 2, tokens, 16, generator=torch.Generator().manual_seed(0))
+    return sf.attention(q, k, v, spec)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="CUDA does not survive a fork")
+@pytest.mark.parametrize("tokens, spec", [(100, "causal & local(20)"), (90, "causal & strided(7)")])
+def test_a_forked_process_computes_what_its_parent_does_with_what_that_prepared_and_without(tokens, spec):
+    for _ in range(3):
+        attend(100, "causal & local(20)")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as forked:
+        torch.testing.assert_close(forked.submit(attend, tokens, spec).result(timeout=60), attend(tokens, spec))
 
 
 def test_masks_that_nobody_holds_are_freed():

@@ -63,16 +63,6 @@ def test_what_a_call_took_is_free_once_its_results_are_gone(backend, mask):
     assert torch.cuda.memory_allocated() == before
 
 
-@parametrize("backend", BACKENDS)
-def test_a_slice_of_wider_rows_has_results_that_the_copy_engine_can_address(backend):
-    qkv = [torch.randn(1, 2, 300, 128, device="cuda", dtype=torch.float16)[..., :100].requires_grad_() for _ in range(3)]
-    outs = []
-    for name in (backend, "reference"):
-        out = sf.attention(*qkv, "causal & local(90)", backend=name)
-        outs.append([out, *torch.autograd.grad(out.float().sum(), qkv)])
-    torch.testing.assert_close(*outs, atol=1e-2, rtol=1e-2)
-
-
 @parametrize("density", [0.0, 0.02, 0.5, 1.0])
 @parametrize("tokens", [1024, 1000])
 @parametrize("within", [None, "causal", "complement"])
@@ -138,12 +128,19 @@ def test_masks_made_at_run_time_wait_for_nothing_and_are_made_anew_by_each_repla
 @parametrize("head_dim", [64, 128])
 @parametrize("block_size", [128, 256])
 @parametrize("name", ["global_tokens", "bigbird", "complement", "dilated"])
-def test_rows_and_columns_that_come_in_parts_are_right(name, block_size, head_dim, group):
+@parametrize("deterministic", [False, True])
+def test_rows_and_columns_that_come_in_parts_are_right(deterministic, name, block_size, head_dim, group):
     pattern = f"({PATTERNS[name]}) | global_tokens(40)"
     with heavy_rows_split():
         mask = sf.compile_mask(pattern, 1500, 1400, block_size)
         assert mask.by_query.work.shape[1] > mask.by_query.row_order.shape[1]
-        options = {"dtype": torch.bfloat16, "head_dim": head_dim, "heads": 4, "kv_heads": 4 // group}
+        options = {
+            "dtype": torch.bfloat16,
+            "head_dim": head_dim,
+            "heads": 4,
+            "kv_heads": 4 // group,
+            "deterministic": deterministic,
+        }
         check("hopper", pattern, 1500, 1400, block_size=block_size, batch=2, **options)
         check("hopper", sf.BlockMask.per_head([mask, sf.compile_mask("causal", 1500, 1400, block_size)] * 2), 1500, 1400, **options)
 
@@ -216,16 +213,6 @@ def test_launches_on_several_streams_do_not_take_each_others_tiles():
             results.append(sf.attention(q, k, v, "causal"))
     torch.cuda.synchronize()
     assert all(torch.equal(result, wanted) for result in results)
-
-
-@parametrize("group", [1, 2])
-@parametrize("head_dim", [64, 128])
-@parametrize("dtype", DTYPES)
-@parametrize("name", ["causal", "dilated", "global_tokens", "full"])
-def test_gradients_that_do_not_depend_on_the_order_of_additions_are_right(name, dtype, head_dim, group):
-    with heavy_rows_split():
-        options = {"dtype": dtype, "head_dim": head_dim, "heads": 4, "kv_heads": 4 // group, "batch": 2}
-        check("hopper", PATTERNS[name], 900, 700, block_size=128, deterministic=True, **options)
 
 
 @parametrize("kv_heads", [4, 2])

@@ -1,8 +1,6 @@
 """The command line: what it prints, and that mistakes are one message and exit code 2."""
 
-import importlib
 import os
-import pkgutil
 import re
 import shlex
 import shutil
@@ -227,10 +225,3 @@ def test_doctor_names_every_back_end_and_its_reason():
     assert all(name in out for name in (*backends.NAMES, "torch", "triton", "scipy", "bfloat16, dropout"))
     # Interpreted kernels are no way out where Hopper's are missing.
     assert "TRITON_INTERPRET" not in (backends.get_backend("hopper").why_unavailable() or "")
-
-
-def test_importing_every_module_runs_no_command(capsys):
-    names = [module.name for module in pkgutil.walk_packages(sf.__path__, "sparse_flash.")]
-    for name in names:
-        importlib.import_module(name)
-    assert "sparse_flash.__main__" in names and capsys.readouterr() == ("", "")

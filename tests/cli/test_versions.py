@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import sparse_flash
 from sparse_flash.backends import triton as triton_backend
 from sparse_flash.cli import versions
 from sparse_flash.cli.app import app
@@ -115,9 +114,3 @@ def test_an_older_library_is_refused_with_the_way_out(library, extra, older, mon
         importlib.import_module(module)
     said = str(refused.value)
     assert f"pip install '{library}{extra}>={bounds()[library][0]}'" in said and f"got {older}" in said
-
-
-def test_the_command_line_says_its_version():
-    result = CliRunner().invoke(app, ["--version"])
-    assert result.exit_code == 0 and result.output == f"sparse-flash {sparse_flash.__version__}\n"
-    assert PROJECT["version"] == sparse_flash.__version__

@@ -109,11 +109,14 @@ def test_the_third_call_of_a_kind_is_replayed_with_results_of_its_own(driver, mo
     assert [tensor() for tensor in seen] == [None] * 3
 
 
-def test_tensors_that_need_another_kernel_are_launched_anew(driver):
+def test_tensors_that_need_another_kernel_or_gpu_are_launched_anew(driver, monkeypatch):
     q, lse, seed = inputs()
     apart, alike, moved = recorded(q, lse, seed), recorded(q, lse, lse), lse.clone()
     assert not apart.again((q, torch.zeros(201)[1:], seed))  # it starts at no multiple of 16 bytes
     assert not alike.again((q, lse, moved))  # of which the recorded launch had one
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "current_gpu", lambda: 1)
+        assert not apart.again((q, lse, seed))
     assert not driver.launches
     assert apart.again((q, lse, seed)) and alike.again((q, moved, moved)) and alike.again((q, lse, lse))
     assert driver.launches == list(map(addresses, ((q, lse, seed), (q, moved, moved), (q, lse, lse))))
