@@ -82,8 +82,7 @@ def _calls(data: dict) -> str:
         cells = [forward["host_us"], forward["host_over_pytorch"], forward.get("graph_us")]
         cells += [both.get("host_us"), both.get("host_over_pytorch")]
         lines.append([call, f"{tokens:,}", *("-" if figure is None else number(figure) for figure in cells)])
-    of_host = "times PyTorch's"
-    return _markdown(["call", "tokens", "forward: host", of_host, "on the GPU", "both passes: host", of_host], lines)
+    return _markdown(["call", "tokens", "forward: host", "x PyTorch's", "on the GPU", "both: host", "x PyTorch's"], lines)
 
 
 def _markdown(columns: list[str], rows: list[list[str]]) -> str:
