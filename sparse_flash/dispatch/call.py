@@ -64,12 +64,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def rest(self) -> Variant | None:
-        """The variant but for its sinks, which kernels add last."""
+        """The variant without its sinks, which kernels add last."""
         return None if self.variant is None else self.variant.without_sinks
 
 
 def layouts(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
-    """All that a call depends on of its tensors, but for their values and addresses."""
+    """Everything of these tensors that a call depends on, except values and addresses."""
     return tuple([(t.dtype, t.device, t.layout, t.shape, t.stride()) for t in tensors])
 
 

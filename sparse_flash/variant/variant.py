@@ -139,7 +139,7 @@ class Variant(NamedTuple):
     learned_sinks: bool = False
 
     def names(self) -> list[str]:
-        """Of the tensors present, without score_params, in the order in which they cross an operator's boundary."""
+        """Names the tensors present, without score_params, in the order in which they cross an operator's boundary."""
         return [name for name in _TENSORS if getattr(self, name) is not None]
 
     @property

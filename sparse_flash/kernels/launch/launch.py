@@ -245,8 +245,8 @@ def launch_or_repeat(
 
 
 def launch_or_repeat_alike(kernel, mask, key: tuple, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]):
-    """``launch_or_repeat`` of calls that no record prepares: they are alike if the key, the layouts of inputs and the shapes of
-    tables are. kernel: any one of the call's."""
+    """Does as ``launch_or_repeat`` for calls without a record. A call is repeated if its key, the layouts of its inputs and the
+    shapes of its tables equal those of an earlier call. kernel: any one of the call's."""
     chosen = mask is not None and mask.selected_from is not None
     shapes = [t.shape for t in mask.tensors()] if chosen else ()
     key = kernel.fn, inputs[0].device, *key, *layouts(inputs), *shapes
@@ -254,5 +254,5 @@ def launch_or_repeat_alike(kernel, mask, key: tuple, inputs: tuple[torch.Tensor,
 
 
 def layouts(tensors: Iterable[torch.Tensor]) -> tuple:
-    """What launches depend on of their tensors, besides the device and addresses."""
+    """Everything of these tensors that launches depend on, except the device and addresses."""
     return tuple([(t.dtype, t.shape, t.stride()) for t in tensors])

@@ -43,10 +43,10 @@ def cached_until_cleared(function: Callable[..., RESULT]) -> Callable[..., RESUL
 
 
 def prepared_under(mask) -> dict[Any, Any]:
-    """What calls under a mask, None for dense attention, have prepared: see ``keep``.
+    """Returns the dict of everything that calls under a mask have prepared; None: dense attention. ``keep`` adds to it.
 
-    A mask whose blocks were chosen on the device is used once, and the next one mostly has tables of the same shapes. So what they
-    prepare is kept with the mask that the blocks were chosen from.
+    A mask whose blocks were chosen on the device is used once, and the next one mostly has tables of the same shapes. So calls
+    under such masks share the dict of the mask that the blocks were chosen from.
     """
     if mask is None:
         return _without_mask
