@@ -13,7 +13,8 @@ from ..choosers.choose import chosen_in_graph, chosen_mask
 from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall, ChosenBlocks, layouts, prepare
+from ..dispatch.call import AttentionCall, ChosenBlocks, prepare
+from ..kernels.common.layout import layouts
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached, convert_foreign_mask, to_traceable
 from ..masks.chooser import find_unstated_causal, has_choosers, without_choosers

@@ -11,7 +11,7 @@ from .. import backends
 from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager, plain_tensors
 from ..dispatch import operators
-from ..dispatch.call import layouts
+from ..kernels.common.layout import layouts
 from ..kernels.launch.memory import keep, prepared_under
 from ..masks.block_mask import BlockMask
 from ..masks.cache import convert_foreign_mask, fake_mask_if_needed, keep_if_captured, run_in_thread, to_traceable

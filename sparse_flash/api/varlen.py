@@ -11,7 +11,8 @@ import torch
 
 from ..compat.pytorch import is_plain_eager
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall, layouts
+from ..dispatch.call import AttentionCall
+from ..kernels.common.layout import layouts
 from ..masks.block_mask import BlockMask
 from ..masks.cache import to_traceable
 from ..masks.fit import check_fit, parse_if_names_tokens

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import backends
+from ..kernels.common.layout import layouts
 from ..kernels.launch.memory import keep, prepared_under
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
@@ -66,11 +67,6 @@ class AttentionCall(NamedTuple):
     def rest(self) -> Variant | None:
         """The variant without its sinks, which kernels add last."""
         return None if self.variant is None else self.variant.without_sinks
-
-
-def layouts(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
-    """Everything of these tensors that a call depends on, except values and addresses."""
-    return tuple([(t.dtype, t.device, t.layout, t.shape, t.stride()) for t in tensors])
 
 
 def prepare(

@@ -26,6 +26,7 @@ from ..compat.pytorch import (
     is_plain_eager,
     resolve_apply,
 )
+from ..kernels.common.layout import layouts
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.cache import compile_cached, keep_if_captured
 from ..masks.from_maps import from_block_maps
@@ -33,7 +34,7 @@ from ..masks.grid import BlockGrid
 from ..masks.methods import resolve_within
 from ..variant.definition import sink_gradient, with_sinks
 from ..variant.variant import NO_VARIANT, Variant
-from .call import AttentionCall, ChosenBlocks, layouts, prepare
+from .call import AttentionCall, ChosenBlocks, prepare
 
 PATTERN_BLOCK_SIZE = 128  # tokens, in the tables of patterns
 NOTHING = "nothing"  # the back end of calls with nothing to compute
@@ -232,7 +233,7 @@ def prepare_upstream(
 
 
 def _all_gradients(call: AttentionCall, dout, dlse, out, lse) -> tuple:
-    """dq, dk, dv, and the gradients of rel_bias and sinks, of those that are learned."""
+    """Returns dq, dk, dv, then the gradient of rel_bias and the gradient of sinks, each if it is learned."""
     grads = backends.get_backend(call.backend).backward(call, dout, dlse, out, lse)
     variant = call.variant
     if variant is None or variant.sinks is None or not variant.learned_sinks:

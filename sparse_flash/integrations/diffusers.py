@@ -262,8 +262,10 @@ def _reset_caches(model) -> None:
 
 
 def _set_processor(layer: Any, processor: Any) -> None:
-    layer._modules.pop("processor", None)  # of one that is a module
-    layer.processor = processor
+    if hasattr(layer, "set_processor"):
+        layer.set_processor(processor)
+    else:  # Mochi's
+        layer.processor = processor
 
 
 def _find_model(transformer) -> tuple[Any, _ModelParts]:
@@ -455,11 +457,13 @@ class _Processor:
             raise ValueError(f"{type(self.original).__name__} did not call scaled_dot_product_attention; call restore(transformer)")
         return out
 
-    # Of dense steps; the model sets and reads it.
-    _attention_backend = property(
-        lambda self: self.original._attention_backend,
-        lambda self, backend: setattr(self.original, "_attention_backend", backend),
-    )
+    @property
+    def _attention_backend(self):
+        return self.original._attention_backend
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend):
+        self.original._attention_backend = backend  # of dense steps
 
 
 class _AttentionOverride(TorchFunctionMode):

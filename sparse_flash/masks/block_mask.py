@@ -89,7 +89,7 @@ class BlockMask(metaclass=_ShowsPublicNames):
 
     # The mask whose blocks these are a choice of, made on the device: then launches are kept with that one, for all such masks.
     selected_from: ClassVar[BlockMask | None] = None
-    starts: ClassVar[None] = None  # blocks start at multiples of their size; those of ``by_document`` have starts
+    starts: ClassVar[None] = None  # blocks start at multiples of their size, except in ``by_document``
 
     if TYPE_CHECKING:  # ``methods`` defines what makes masks, above this module and the compiler, and attaches it
         from_blocks = staticmethod(methods.from_blocks)

@@ -31,7 +31,7 @@ def tall_rows(mask: BlockMask) -> KernelTables | None:
     here = mask.to("cpu")
     rows, cols, kind, tile = here.entries()
     number, third = 1 + np.where(kind > 0, 2 * tile + kind, 0), rows % 3
-    # Of the upper and of the lower block rows of tall rows: 0 and 1, 1 and 2, 3 and 4, ...
+    # Tall rows have block rows 0 and 1, 1 and 2, 3 and 4, ...: the upper ones here, then the lower ones.
     chosen = third < 2, third > 0
     blocks = [((rows // 3 * 2 + third - part) * here.grid.kv_blocks + cols)[some] for part, some in enumerate(chosen)]
     found = union(blocks)

@@ -13,7 +13,8 @@ from ..api.attention import attention
 from ..compat.dynamo import mark_lengths_dynamic
 from ..compat.pytorch import is_plain_eager
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall, layouts, prepare
+from ..dispatch.call import AttentionCall, prepare
+from ..kernels.common.layout import layouts
 from ..masks.block_mask import BlockMask
 from ..selection.block_selection import BlockSelection
 from ..variant.definition import with_sinks

@@ -9,7 +9,8 @@ import torch
 from .. import backends
 from ..backends import QueryRows, hopper
 from ..backends import triton as triton_backend
-from ..dispatch.call import AttentionCall, layouts, prepare
+from ..dispatch.call import AttentionCall, prepare
+from ..kernels.common.layout import layouts
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 Addends = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _KeyValues = tuple[torch.Tensor, torch.Tensor]
-_Prepared = tuple[AttentionCall, BlockMask | None]
-_Keys = tuple[torch.Tensor, torch.Tensor, BlockMask | None]
+_Keys = tuple[torch.Tensor, torch.Tensor, object]  # k, v, table
 
 
 class PartialAttention(NamedTuple):
@@ -41,13 +41,13 @@ class PartialAttention(NamedTuple):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse) over the columns of the mask."""
-        call, _ = self._prepare_call(q, k, v, mask)
+        call = self._prepare_call(q, k, v, mask)
         return backends.get_backend(call.backend).forward(call)
 
     def backward(self, rows: QueryRows, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> Gradients:
         """Returns (dq, dk, dv) from the pairs of the mask. rows: with out and lse over all columns, for the probabilities."""
         q, dout, dlse, out, lse = rows
-        call, _ = self._prepare_call(q, k, v, mask)
+        call = self._prepare_call(q, k, v, mask)
         return backends.get_backend(call.backend).backward(call, dout, dlse, out, lse)
 
     def backward_in_two_calls(
@@ -81,22 +81,21 @@ class PartialAttention(NamedTuple):
         """Returns two backward calls of Hopper's kernels of the same rows and dq, and the keys to add, own ones first; or None."""
         if calls.far is None or self.seed is not None or self.deterministic:
             return None
-        of_own, own_table = self._prepare_call(rows.q, *own, calls.near)
-        of_others, table = self._prepare_call(rows.q, *others, calls.far)
+        of_own, of_others = self._prepare_call(rows.q, *own, calls.near), self._prepare_call(rows.q, *others, calls.far)
         if {of_own.backend, of_others.backend} != {"hopper"}:
             return None
-        keys = (*own, own_table), (*others, table)
+        keys = (*own, of_own.table), (*others, of_others.table)
         joint = hopper.joint_backward(rows.dout, rows.dlse, rows.q, rows.out, rows.lse, keys, of_own.scale)
         return None if joint is None else (joint, *keys)
 
-    def _prepare_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> _Prepared:
+    def _prepare_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> AttentionCall:
         dropout = None
         if self.seed is not None:
             dropout = Variant(seed=self.seed, batch_heads=self.batch_heads, dropout_p=self.dropout_p)
         table, variant = table_and_variant(mask, dropout, q.is_cuda)
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         call = AttentionCall(q, k, v, mask, table, scale, self.deterministic, self.backend, variant)
-        return prepare(call, layouts((q, k, v)), mask.mask), table
+        return prepare(call, layouts((q, k, v)), mask.mask)
 
 
 def table_and_variant(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:

@@ -72,7 +72,7 @@ def _(
 
 @torch.library.custom_op(operator_name("context_attention_backward"), mutates_args=(), schema=_BACKWARD)
 def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> Gradients:
-    """Returns (dq, dk, dv) of the rank's tokens. saved: those of ``_save_tensors``, then the numbers of a PartialAttention."""
+    """Returns (dq, dk, dv) of the rank's tokens. saved: tensors of ``_save_tensors``, numbers of PartialAttention."""
     q, k, v, buffer, out, lse, *given = saved
     run, rows = PartialAttention(*given), QueryRows(q, dout, dlse, out, lse)
     route = Route.from_handle(run.handle)
@@ -126,7 +126,7 @@ _backward.register_autograd(refuse_second_derivatives)
 
 @torch.library.custom_op(operator_name("all_to_all"), mutates_args=())
 def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Exchanges parts: part i of rank j becomes part j of rank i. Its own gradient. parts: (ranks, ...), alike on all ranks."""
+    """Exchanges parts: part i of rank j becomes part j of rank i. Its own gradient. parts: (ranks, ...), of one shape."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=Peers.from_handle(handle).group)

@@ -53,7 +53,7 @@ class Message(NamedTuple):
 
     @classmethod
     def allocate(cls, like: torch.Tensor, traffic: Traffic, route: Route) -> Message:
-        """Returns a message of uninitialized pieces, alike to those of ``like``, (pieces, *piece). A collective call."""
+        """Returns a message of uninitialized pieces in shape and dtype of the pieces of ``like``, (pieces, *piece). Collective."""
         piece = like.shape[1:]
         piece_bytes = piece.numel() * like.element_size()
         if route.memory is None or traffic.longest * piece_bytes < peer_memory.LEAST_BYTES:

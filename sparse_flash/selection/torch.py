@@ -103,7 +103,7 @@ class _ChunkedCall:
         # The key head of each head that picks.
         self.key_head = torch.arange(self.heads, device=q.device) * k.shape[1] // self.heads
         self.tensors = [k] if v is None else [k, v]
-        # Of each: (batch * kv_heads * kv_blocks, block_size, head_dim), zeros past the last key.
+        # Each is (batch * kv_heads * kv_blocks, block_size, head_dim), with zeros past the last key.
         beyond = selection.kv_blocks * self.size - selection.kv_len
         padded = (torch.nn.functional.pad(t, (0, 0, 0, beyond)) for t in self.tensors)
         self.blocks = [t.reshape(-1, self.size, t.shape[3]) for t in padded]

@@ -59,7 +59,7 @@ class LayerCall(NamedTuple):
     kv_lens: torch.Tensor | None = None  # (batch,) int32, of a static cache, where compiled code cannot cut off other keys
 
     def extras(self) -> dict[str, Any]:
-        """What not every way to attend supports, by its name in errors: true values if the call has it."""
+        """Returns the features of a call that some ways to attend lack, by name in errors: a true value if the call has one."""
         padding, pairs = self.model_mask.key_starts is not None, self.model_mask.kept_pairs is not None
         return {"dropout": self.dropout, "a soft cap": self.softcap, "padding": padding, "a 4-D attention_mask": pairs}
 

@@ -38,7 +38,7 @@ _FORMAT = 1
 
 
 class LayerSettings(NamedTuple):
-    """The checked mask and the settings of a layer, those of ``use_sparse_flash``."""
+    """Holds a layer's checked mask, and its settings of ``use_sparse_flash``."""
 
     given: Any  # the mask as ``masks_of`` returns it
     kept: Any  # what calls keep: the same, with the last tokens joined to its choosers; None for the model's own mask and a plan

@@ -1,6 +1,13 @@
 """How tensors lie in memory: which ones kernels take, copies of the others, and the memory order of results. Imports no triton."""
 
+from collections.abc import Iterable
+
 import torch
+
+
+def layouts(tensors: Iterable[torch.Tensor]) -> tuple[object, ...]:
+    """Everything of these tensors that a call and its launches depend on, except values and addresses."""
+    return tuple([(t.dtype, t.device, t.layout, t.shape, t.stride()) for t in tensors])
 
 
 def empty_out(q: torch.Tensor, v_head_dim: int, device=None) -> torch.Tensor:

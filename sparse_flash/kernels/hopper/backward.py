@@ -19,9 +19,9 @@ from triton.experimental.gluon import language as gl
 
 from ..common.config import padded_head_dim, used_columns
 from ..common.gluon import Constants
-from ..common.layout import as_addressable, is_addressable, restore_layout
+from ..common.layout import as_addressable, is_addressable, layouts, restore_layout
 from ..common.tiles import LOG2_E
-from ..launch.launch import Recording, as_rows, descriptor_or_rows, launch_or_repeat, layouts, multiprocessors, table_arguments
+from ..launch.launch import Recording, as_rows, descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import concurrent_heads
 from .backward_arguments import (
     BackwardArguments,

@@ -34,9 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common.config import padded_head_dim
 from ..common.gluon import Constants, async_store, opaque_zero, record, store_wait, view_for_tma
 from ..common.grid import tile_and_batch_head
-from ..common.layout import as_addressable, empty_out, is_addressable, restore_out
+from ..common.layout import as_addressable, empty_out, is_addressable, layouts, restore_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
-from ..launch.launch import descriptor_or_rows, launch_or_repeat, layouts, multiprocessors, table_arguments
+from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import concurrent_heads
 from ..portable.sinks import add_sink
 from .configs import EightBitConfig

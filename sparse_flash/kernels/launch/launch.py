@@ -10,6 +10,7 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.config import Config, shrink_config
+from ..common.layout import layouts
 from ..common.streams import current_device, raw_stream
 from ..common.tiles import Rows, TableTensors
 from ..common.variant import NO_VARIANT
@@ -246,13 +247,8 @@ def launch_or_repeat(
 
 def launch_or_repeat_alike(kernel, mask, key: tuple, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]):
     """Does as ``launch_or_repeat`` for calls without a record. A call is repeated if its key, the layouts of its inputs and the
-    shapes of its tables equal those of an earlier call. kernel: any one of the call's."""
+    shapes of its tables equal the ones of an earlier call. kernel: any kernel of the call."""
     chosen = mask is not None and mask.selected_from is not None
     shapes = [t.shape for t in mask.tensors()] if chosen else ()
-    key = kernel.fn, inputs[0].device, *key, *layouts(inputs), *shapes
+    key = kernel.fn, *key, *layouts(inputs), *shapes
     return launch_or_repeat(prepared_under(mask), key, mask, inputs, run)
-
-
-def layouts(tensors: Iterable[torch.Tensor]) -> tuple:
-    """Everything of these tensors that launches depend on, except the device and addresses."""
-    return tuple([(t.dtype, t.shape, t.stride()) for t in tensors])

@@ -12,7 +12,7 @@ import torch
 RESULT = TypeVar("RESULT")
 _MOST = 512  # entries of one mask, or of calls without one; launches take some KB each
 
-# What calls without a mask prepare, keyed by everything that it depends on. At _MOST entries, all are dropped.
+# Everything that calls without a mask have prepared; a key holds all that its entry depends on. At _MOST entries, all are dropped.
 _without_mask: dict[Any, Any] = {}
 # Each mask keeps what its own calls prepare while it lives, under this name.
 _PREPARED = "_prepared"

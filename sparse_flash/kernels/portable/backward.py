@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import Config, padded_head_dim
-from ..common.layout import as_addressable, is_addressable, restore_layout
+from ..common.layout import as_addressable, is_addressable, layouts, restore_layout
 from ..common.tiles import (
     CUT,
     FULL,
@@ -50,7 +50,6 @@ from ..launch.launch import (
     Recording,
     descriptor_or_rows,
     launch_or_repeat,
-    layouts,
     length_key,
     loop_arguments,
     multiprocessors,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.layout import as_addressable, empty_out, is_addressable, restore_out
+from ..common.layout import as_addressable, empty_out, is_addressable, layouts, restore_out
 from ..common.tiles import (
     CUT,
     FLOOR,
@@ -32,7 +32,6 @@ from ..launch.launch import (
     NOT_SPECIALIZED,
     descriptor_or_rows,
     launch_or_repeat,
-    layouts,
     length_key,
     loop_arguments,
     program_count,
