@@ -294,9 +294,10 @@ def test_second_derivatives_raise_though_the_gradient_that_arrives_is_constant(e
     result = call.run(*leaves, *call.others)[0].sum()
     # Not by sinks, nor by weights of projections, which attention's gradients do not depend on alone.
     through_attention = leaves[:1] if entry in ("layer", "model") else leaves[:4]
+    close = {} if DEVICE == "cpu" else {"atol": 1e-3, "rtol": 1e-3}  # where gradients are summed in any order
     for leaf in through_attention:
         (gradient,) = torch.autograd.grad(result, leaf, create_graph=True)
-        assert_same([gradient], torch.autograd.grad(result, leaf, retain_graph=True))
+        torch.testing.assert_close(gradient, *torch.autograd.grad(result, leaf, retain_graph=True), **close)
         for other in through_attention:
             with pytest.raises(RuntimeError, match=r"differentiable once|not currently support double backward"):
                 torch.autograd.grad(gradient.sum(), other, allow_unused=True, retain_graph=True)
