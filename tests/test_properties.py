@@ -151,6 +151,7 @@ TERM_ROWS = {
     "all": (ALL_TERMS, {}),
     **{f"lengths, {spec}": (("lengths",), {"spec": spec}) for spec in (None, BITS, "local(9)")},
     **{f"all, {spec}": (ALL_TERMS, {"spec": spec}) for spec in ("local(30)", BITS)},
+    **{f"kv_lens, 80 and 8 of v, {spec}": (("kv_lens",), {"spec": spec, "head_dim": 80, "v_head_dim": 8}) for spec in (None, "causal")},
     "lengths, 40 and 72 of v": (("lengths",), {"spec": "local(30)", "head_dim": 40, "v_head_dim": 72}),
     **{f"cut blocks, {spec}": (("lengths",), {"spec": spec, "block_size": 16}) for spec in ("causal", "local(40)")},
     "all, a mask for each head": (ALL_TERMS, {"spec": "per_head([causal, local(9)])"}),
