@@ -216,8 +216,8 @@ def _run(call, recording):
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
     table, block_size = (mask.by_query, mask.block_size) if mask else (None, None)
     dim = padded_head_dim(head_dim)
-    # Under lengths, tiles of k and v share memory. If those of v have fewer columns and fewer than 64, ptxas 12.8 (Triton 3.6) adds to
-    # an unset register for v's second address.
+    # Under lengths, tiles of k and v share memory. If those of v have fewer columns and fewer than 64, ptxas 12.8 (Triton 3.6) adds
+    # to an unset register for v's second address.
     dim_v = max(padded_head_dim(v_head_dim), min(64, dim))
     together = concurrent_grid_heads(2 * k.shape[2] * (dim + dim_v), k.shape[2], mask, batch * heads)
 
