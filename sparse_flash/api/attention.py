@@ -102,22 +102,19 @@ def attention(
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
-    is_plain = (
-        (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is sinks is None)
-        and (softcap is None and score_mod is None)
-        and (isinstance(dropout_p, float) and dropout_p == 0.0)
-        and (isinstance(score_params, tuple) and len(score_params) == 0)  # Dynamo traces no "not" of a tuple
-    )
     variant_arguments: dict[str, Any] = {}
-    if not is_plain:
+    if not (kv_lens is q_lens is kv_starts is q_starts is softcap is alibi_slopes is rel_bias is score_mod is sinks is None):
         # fmt: off
         of_variant = (
-            ("dropout_p", dropout_p), ("kv_lens", kv_lens), ("q_lens", q_lens), ("kv_starts", kv_starts), ("q_starts", q_starts),
-            ("softcap", softcap), ("alibi_slopes", alibi_slopes), ("rel_bias", rel_bias), ("score_mod", score_mod),
-            ("score_params", score_params), ("sinks", sinks),
+            ("kv_lens", kv_lens), ("q_lens", q_lens), ("kv_starts", kv_starts), ("q_starts", q_starts), ("softcap", softcap),
+            ("alibi_slopes", alibi_slopes), ("rel_bias", rel_bias), ("score_mod", score_mod), ("sinks", sinks),
         )
         # fmt: on
         variant_arguments = {name: value for name, value in of_variant if value is not None}
+    if not (isinstance(dropout_p, float) and dropout_p == 0.0):
+        variant_arguments["dropout_p"] = dropout_p
+    if not isinstance(score_params, tuple) or len(score_params) > 0:  # Dynamo traces no "not" of a tuple
+        variant_arguments["score_params"] = score_params
     call = build_call(q, k, v, mask, scale, deterministic, backend, precision, variant_arguments)
     observe(call.mask, q, k)
     if isinstance(call.mask, BlockSelection):

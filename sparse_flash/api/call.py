@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..choosers.choose import chosen_in_graph, chosen_mask
 from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 from ..dispatch import operators
-from ..dispatch.call import AttentionCall, ChosenBlocks, prepare
+from ..dispatch.call import AttentionCall, ChosenBlocks, prepare, repeat
 from ..kernels.common.layout import layouts
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compile_cached, convert_foreign_mask, to_traceable
@@ -23,7 +23,7 @@ from ..masks.memory import cached_until_cleared, register_clear
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern, short_text
 from ..selection.block_selection import BlockSelection
-from ..variant.variant import LENGTHS, Variant, build_variant
+from ..variant.variant import LENGTHS, Variant, build_variant, describe_variant
 from .arguments import (
     autocast_applies,
     callers_level,
@@ -53,8 +53,9 @@ def observe(mask: object, q: torch.Tensor, k: torch.Tensor) -> None:
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 
-# The shapes, dtypes, strides and devices that ``check_tensors`` or ``check_decoding_tensors`` has passed; at _MOST all are dropped.
-fitting: set[tuple[object, ...]] = set()
+# For the ``layouts`` that ``check_tensors`` or ``check_decoding_tensors`` has passed, what stands for them in keys, whose hash then
+# takes no time; at _MOST all are dropped.
+fitting: dict[Hashable, object] = {}
 _MOST = 4096
 register_clear(fitting.clear)
 
@@ -76,13 +77,13 @@ def build_call(
     ones are not checked again.
     """
     of_inputs = _layouts_if_plain(q, k, v, variant_arguments)
-    fits = of_inputs is not None and of_inputs in fitting
-    if not fits or autocast_applies(q.device):
+    fits = fitting.get(of_inputs)
+    if fits is None or autocast_applies(q.device):
         check_types(q, k, v)
         q, k, v = cast_for_autocast(q, k, v)
         of_inputs = of_inputs and layouts((q, k, v))
-        fits = of_inputs is not None and of_inputs in fitting
-    is_empty = not fits and (0 in q.shape or 0 in k.shape)
+        fits = fitting.get(of_inputs)
+    is_empty = fits is None and (0 in q.shape or 0 in k.shape)
     deterministic = resolve_deterministic(deterministic)
     backends.check_name(backend)
     if precision is not None:
@@ -100,33 +101,37 @@ def build_call(
             raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
         mask = convert_foreign_mask(mask)
 
-    if not fits:
+    if fits is None:
         check_tensors(q, k, v, may_be_empty=is_empty)
         if of_inputs is not None and not is_empty and not looks_transposed(q, k):  # each such call is warned of
-            remember_fitting(of_inputs)
-    variant = build_variant(q, k, **variant_arguments) if variant_arguments else None
+            fits = remember_fitting(of_inputs)
+    scale = resolve_scale(scale, q.shape[3])
+    variant = build_variant(q, k, **variant_arguments) if is_empty or chooses else None
     if spec is not None:
         if chooses:
             without_choosers(spec)  # raises ValueError for an expression that mixes patterns and choosers wrongly
         if not (variant_arguments.get("kv_lens") is variant_arguments.get("q_lens") is None):
             check_known_end(spec)
     if is_empty:
-        scale = resolve_scale(scale, q.shape[3])
         return AttentionCall(q, k, v, mask, None, scale, deterministic, operators.NOTHING, variant, precision)
 
-    table: BlockMask | ChosenBlocks | str | None
+    table: BlockMask | ChosenBlocks | str | None = None
     if isinstance(mask, (BlockMask, ChosenBlocks)):
         table = mask
-    elif spec is None:
-        table = None
-    elif chooses:
+    elif spec is not None and chooses:
         mask = table = _choose(spec, q, k, v, scale, variant_arguments)
-    else:
+    elif spec is not None:
         table = _table_or_text(spec, q.shape[2], k.shape[2], q.device)
-    kernel_table = table.kernel_table(q.is_cuda) if isinstance(table, BlockMask) else table
-    scale = resolve_scale(scale, q.shape[3])
+    holder = table if isinstance(table, BlockMask) else None
+    kernel_table = table if holder is None else holder.kernel_table(q.is_cuda)
     call = AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, backend, variant, precision)
-    return prepare(call, of_inputs, table if isinstance(table, BlockMask) else None, _check_table)
+    of_variant = describe_variant(variant_arguments)
+    key = None if fits is None or of_variant is None else (fits, of_variant)
+    if not chooses and key is not None and (earlier := repeat(call, key, holder, variant_arguments)) is not None:
+        return earlier
+    if variant_arguments and not chooses:
+        call = call._replace(variant=build_variant(q, k, **variant_arguments))
+    return prepare(call, key or (None if of_inputs is None else call.key), holder, _check_table)
 
 
 def _check_table(call: AttentionCall, table: BlockMask) -> None:
@@ -140,11 +145,10 @@ def _layouts_if_plain(
 ) -> tuple[object, ...] | None:
     """``layouts`` of q, k and v; None where a compiler, a mode or a transform has to see the operator, and for what is no plain
     tensor."""
-    more: list[torch.Tensor] = []
-    if variant_arguments:
-        params = variant_arguments.get("score_params", ())
-        given = [*variant_arguments.values(), *(params if isinstance(params, tuple) else ())]
-        more = [value for value in given if isinstance(value, torch.Tensor)]
+    more = [value for value in variant_arguments.values() if isinstance(value, torch.Tensor)]
+    params = variant_arguments.get("score_params")
+    if isinstance(params, tuple):
+        more += [value for value in params if isinstance(value, torch.Tensor)]
     if not is_plain_eager(q, k, v, *more):
         return None
     try:
@@ -153,10 +157,10 @@ def _layouts_if_plain(
         return None
 
 
-def remember_fitting(of_inputs: tuple[object, ...]) -> None:
+def remember_fitting(of_inputs: Hashable) -> object:
     if len(fitting) >= _MOST:
         fitting.clear()
-    fitting.add(of_inputs)
+    return fitting.setdefault(of_inputs, object())
 
 
 def _check_selection_call(

@@ -28,7 +28,7 @@ from .call import build_call, observe
 from .document_arguments import check_packed, resolve_longest, to_documents
 from .keywords import answers_unknown_keywords, keyword_error
 
-_HASHABLE = int, float, str, np.integer, type(None)
+_HASHABLE = {int, float, bool, str, np.int32, np.int64, type(None)}
 
 
 @answers_unknown_keywords(keyword_error)
@@ -106,7 +106,8 @@ def attention_varlen(
     settings = mask, max_seqlen_q, max_seqlen_k, scale, resolve_deterministic(deterministic), backend
     starts = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     prepare = partial(_prepare, q, k, v, cu_seqlens_q, cu_seqlens_k, *settings)
-    if all(isinstance(t, torch.Tensor) for t in starts) and all(isinstance(each, _HASHABLE) for each in settings[1:]):
+    are_tensors = isinstance(starts[0], torch.Tensor) and isinstance(starts[1], torch.Tensor)
+    if are_tensors and _HASHABLE.issuperset(map(type, settings[1:])):
         # All that ``_prepare`` depends on besides cu_seqlens.
         call, packed = kept_of_documents(starts, (*settings, cu_seqlens_k is None, *layouts((q, k, v))), prepare)
     else:

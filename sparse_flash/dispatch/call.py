@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from .. import backends
 from ..kernels.common.layout import layouts
 from ..kernels.launch.memory import keep, prepared_under
 from ..masks.block_mask import BlockMask
-from ..variant.variant import Variant
+from ..variant.variant import Variant, refill_variant
 
 
 class ChosenBlocks(NamedTuple):
@@ -53,7 +53,12 @@ class AttentionCall(NamedTuple):
 
     def on(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
         """The same call on other tensors."""
-        return self._replace(q=q, k=k, v=v)
+        return AttentionCall(q, k, v, *self[3:])
+
+    @property
+    def key(self) -> Hashable:
+        """For ``prepare``."""
+        return layouts(self.inputs()), self.variant and self.variant.constants
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """q, k, v, and the tensors of the variant."""
@@ -69,40 +74,60 @@ class AttentionCall(NamedTuple):
         return None if self.variant is None else self.variant.without_sinks
 
 
+class _Prepared(NamedTuple):
+    """What calls under one key share. variant: without its tensors."""
+
+    backend: str
+    launches: dict[Any, Any]
+    variant: Variant | None
+
+
+def _complete_key(call: AttentionCall, key: Hashable) -> tuple[Hashable, ...]:
+    table: Any = call.table
+    of_table = table and table.block_size
+    if table is not None and table.selected_from is not None:  # whose launches many masks share
+        of_table = tuple([t.shape for t in table.tensors()])
+    return key, of_table, call.scale, call.deterministic, call.backend, call.precision
+
+
 def prepare(
     call: AttentionCall,
-    of_inputs: tuple[object, ...] | None,
+    key: Hashable | None,
     holder: BlockMask | None,
     check: Callable[[AttentionCall, BlockMask], None] | None = None,
 ) -> AttentionCall:
     """Chooses the back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError if
     there is none. Unchanged if the operator chooses: a choice that depends on a length would make torch.compile recompile.
 
-    of_inputs: ``layouts`` of q, k and v, by which the choice and the launches of an earlier call are found; None: a compiler, a
-    mode or a transform has to see the operator. holder: the mask that holds what is prepared, of which call.table is the form for
-    kernels; None for dense attention. check: what else may raise for such a call under the holder.
+    key: tells calls apart by their inputs and their variant, to find the choice and the launches of an earlier call; None: a
+    compiler, a mode or a transform has to see the operator. holder: the mask that holds what is prepared, of which call.table is
+    the form for kernels; None for dense attention. check: what else may raise for such a call under the holder.
     """
-    q, k, v, mask, table, scale, deterministic, backend, variant, precision, _ = call
     known: dict[Any, Any] | None = None
-    if of_inputs is not None and not isinstance(table, (str, ChosenBlocks)):
-        known = prepared_under(holder)
-        of_table: Any = table and table.block_size
-        if table is not None and table.selected_from is not None:  # whose launches many masks share
-            of_table = tuple([t.shape for t in table.tensors()])
-        key: tuple[object, ...] = (of_inputs, scale, deterministic, backend, precision, of_table)
-        if variant is not None:
-            key = *key, variant.constants, layouts(variant.tensors())
+    if key is not None and not isinstance(call.table, (str, ChosenBlocks)):
+        known, key = prepared_under(holder), _complete_key(call, key)
         found = known.get(key)
         if found is not None:
-            return AttentionCall(q, k, v, mask, table, scale, deterministic, found[0], variant, precision, found[1])
+            return call._replace(backend=found.backend, launches=found.launches)
     if check is not None and holder is not None:
         check(call, holder)
-    if not (isinstance(table, str) or torch.compiler.is_compiling()):
-        block_size = None if table is None else table.block_size
-        of_call = backends.Call.from_tensors(q, k, v, block_size, variant, deterministic, precision)
+    backend = call.backend
+    if not (isinstance(call.table, str) or torch.compiler.is_compiling()):
+        block_size = None if call.table is None else call.table.block_size
+        of_call = backends.Call.from_tensors(*call[:3], block_size, call.variant, call.deterministic, call.precision)
         backend = backends.choose_backend(backend, of_call)
     launches: dict[Any, Any] | None = None
     if known is not None and backend != "auto":  # which stays if a graph breaks within this function
         launches = {}
-        keep(known, key, (backend, launches))
-    return AttentionCall(q, k, v, mask, table, scale, deterministic, backend, variant, precision, launches)
+        keep(known, key, _Prepared(backend, launches, call.variant and call.variant.without_tensors))
+    return call._replace(backend=backend, launches=launches)
+
+
+def repeat(call: AttentionCall, key: Hashable, holder: BlockMask | None, of_variant: dict[str, Any]) -> AttentionCall | None:
+    """The call as ``prepare`` returned it for an earlier call under the same key; None for the first. call: without its variant.
+    of_variant: its arguments, which the earlier call has checked."""
+    found = prepared_under(holder).get(_complete_key(call, key))
+    if found is None:
+        return None
+    variant = found.variant and refill_variant(found.variant, call.q, of_variant)
+    return AttentionCall(*call[:7], found.backend, variant, call.precision, found.launches)

@@ -26,7 +26,6 @@ from ..compat.pytorch import (
     is_plain_eager,
     resolve_apply,
 )
-from ..kernels.common.layout import layouts
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.cache import compile_cached, keep_if_captured
 from ..masks.from_maps import from_block_maps
@@ -55,15 +54,29 @@ def batch_as_documents(x: torch.Tensor) -> torch.Tensor:
     return x.squeeze(0).transpose(0, 1)
 
 
+def _plain_as_batch(x: torch.Tensor) -> torch.Tensor:
+    """``documents_as_batch`` in one operation, for plain tensors."""
+    (tokens, heads, dim), (of_token, of_head, of_dim) = x.shape, x.stride()
+    return x.as_strided((1, heads, tokens, dim), (heads * of_head, of_head, of_token, of_dim))
+
+
+def _plain_as_documents(x: torch.Tensor) -> torch.Tensor:
+    _, *sizes = zip(x.shape, x.stride())
+    (heads, of_head), (tokens, of_token), (dim, of_dim) = sizes
+    return x.as_strided((tokens, heads, dim), (of_token, of_head, of_dim))
+
+
 def attend_to_documents(call: AttentionCall):
     """``attend`` on packed q, k and v, (tokens, heads, head_dim): out (tokens, heads, v_head_dim), lse (heads, tokens)."""
     q, k, v = tensors = call[:3]
-    if not is_plain_eager(*tensors):
+    if call.backend == NOTHING or call.launches is None or not is_plain_eager(*tensors):
         call = call._replace(launches=None)
-    elif call.backend != NOTHING and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        out, lse = attend(call.on(*map(documents_as_batch, tensors)))
+        return batch_as_documents(out), lse.squeeze(0)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _attend_directly(q, k, v, call.on(*NO_TENSORS), True)
-    out, lse = attend(call.on(*map(documents_as_batch, tensors)))
-    return batch_as_documents(out), lse.squeeze(0)
+    out, lse = attend(call.on(*map(_plain_as_batch, tensors)))
+    return _plain_as_documents(out), lse[0]
 
 
 def make_empty_results(q, k, v, variant: Variant | None):
@@ -152,14 +165,14 @@ class _DirectAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, call, of_documents, *more):
-        tensors = map(documents_as_batch, (q, k, v)) if of_documents else (q, k, v)
+        tensors = map(_plain_as_batch, (q, k, v)) if of_documents else (q, k, v)
         out, lse = backends.get_backend(call.backend).forward(call.on(*tensors))
         ctx.save_for_backward(q, k, v, out, lse, *more)
         # Without the variant's tensors, which hooks of saved tensors may take away.
         ctx.packed = None if call.variant is None else call.variant.packed()[1:]
         ctx.call, ctx.of_documents = call._replace(variant=None), of_documents
         ctx.set_materialize_grads(False)
-        return (batch_as_documents(out), lse.squeeze(0)) if of_documents else (out, lse)
+        return (_plain_as_documents(out), lse[0]) if of_documents else (out, lse)
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -174,19 +187,22 @@ class _DirectAttention(torch.autograd.Function):
         q, k, v, out, lse, *more = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (5 + len(more))
+        visible = needs_operator()  # since the forward pass
         if ctx.of_documents:
-            q, k, v = map(documents_as_batch, (q, k, v))
+            q, k, v = map(documents_as_batch if visible else _plain_as_batch, (q, k, v))
             dout, dlse = dout if dout is None else documents_as_batch(dout), dlse if dlse is None else dlse.unsqueeze(0)
         variant = None if ctx.packed is None else Variant.unpacked(more, *ctx.packed)
         dout, dlse = prepare_upstream(dout, dlse, out, lse)
         call = ctx.call._replace(q=q, k=k, v=v, variant=variant)
-        if needs_operator():  # since the forward pass
+        if visible:
             of_call = *_to_operator_args(call.table, q), call.scale, call.deterministic, call.backend
             grads = _backward(dout, dlse, q, k, v, out, lse, *of_call, more or [q], *(ctx.packed or NO_VARIANT[1:]))
         else:
             grads = _all_gradients(call, dout, dlse, out, lse)
         of_variant = [] if variant is None else variant.gradients(*grads[3:])
-        return (*(map(batch_as_documents, grads[:3]) if ctx.of_documents else grads[:3]), None, None, *of_variant)
+        if ctx.of_documents:
+            grads = *map(batch_as_documents if visible else _plain_as_documents, grads[:3]), *grads[3:]
+        return *grads[:3], None, None, *of_variant
 
 
 NO_TENSORS: Any = (None, None, None)  # of a call that is kept without its own
@@ -257,7 +273,7 @@ def _restore_call(
         mask = _restore_mask(q.shape[2], k.shape[2], block_size, tables)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     call = AttentionCall(q, k, v, mask, mask, scale, deterministic, backend, variant, precision)
-    return prepare(call, layouts(call[:3]) if is_plain_eager(*call.inputs()) else None, mask)
+    return prepare(call, call.key if is_plain_eager(*call.inputs()) else None, mask)
 
 
 def _has_chosen_bits(tables: list[torch.Tensor]) -> bool:

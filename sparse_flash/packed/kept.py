@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 
-from ..compat.pytorch import WeakIdKeyDictionary, is_plain_eager, is_recorded
+from ..compat.pytorch import is_plain_eager, is_recorded
 from ..kernels.common.streams import raw_stream
 from ..masks.cache import run_in_thread
 from ..masks.memory import register_clear
@@ -16,8 +17,8 @@ from ..masks.memory import register_clear
 MADE = TypeVar("MADE")
 _MOST, _MOST_OF_ONE = 4, 16  # tensors, whose tables take up to some MB each; patterns and sizes
 
-# cu_seqlens of queries -> (its version, {key: (cu_seqlens of keys if others, what was made)})
-_kept = WeakIdKeyDictionary()
+# id of cu_seqlens of queries -> (a weak reference to it, its version, {key: (cu_seqlens of keys if others, what was made)})
+_kept: dict[int, tuple[ref, int, dict]] = {}
 register_clear(_kept.clear)
 
 
@@ -29,18 +30,20 @@ def kept_of_documents(starts: tuple[torch.Tensor, torch.Tensor], key: tuple, mak
     are kept within ``run``; what it returns refers to neither of starts.
     """
     queries, keys = starts
-    if not is_plain_eager(*starts) or is_recorded(queries.device) or any(t.is_inference() for t in starts):
+    if not is_plain_eager(*starts) or is_recorded(queries.device) or queries.is_inference() or keys.is_inference():
         return make(lambda function: function())
     if queries.is_cuda:
         key = *key, raw_stream(queries.device.index), id(keys), keys._version  # type: ignore[misc]  # None only without GPUs
     else:  # whose values NumPy may change, too
         key = *key, *(tuple(t.tolist()) for t in starts)
-    version, made = _kept.get(queries, (None, None))
-    if version != queries._version:
+    number = id(queries)
+    known, version, made = _kept.get(number, (None, None, {}))
+    if known is None or known() is not queries or version != queries._version:
+        _kept.pop(number, None)
         while len(_kept) >= _MOST:
             del _kept[next(iter(_kept))]
         made = {}
-        _kept[queries] = queries._version, made
+        _kept[number] = ref(queries, lambda dead: _forget(number, dead)), queries._version, made
     if key not in made:
         if len(made) >= _MOST_OF_ONE:
             made.clear()
@@ -57,3 +60,8 @@ def kept_of_documents(starts: tuple[torch.Tensor, torch.Tensor], key: tuple, mak
         others = None if keys is queries else keys  # their ids are part of the key; the queries' own would never be freed
         made[key] = others, make(run)
     return made[key][1]
+
+
+def _forget(number: int, dead: ref) -> None:
+    if number in _kept and _kept[number][0] is dead:
+        del _kept[number]

@@ -14,7 +14,6 @@ from ..compat.dynamo import mark_lengths_dynamic
 from ..compat.pytorch import is_plain_eager
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, prepare
-from ..kernels.common.layout import layouts
 from ..masks.block_mask import BlockMask
 from ..selection.block_selection import BlockSelection
 from ..variant.definition import with_sinks
@@ -133,4 +132,4 @@ def _attend_all_tokens(call: AttentionCall, mask: LocalMask | Selected) -> tuple
         check_mask(given, call.q, call.k)
         table, variant = given.kernel_table(call.q.is_cuda), call.variant
     call = call._replace(mask=given, table=table, variant=variant)
-    return operators.attend(prepare(call, layouts(call[:3]) if is_plain_eager(*call.inputs()) else None, given))
+    return operators.attend(prepare(call, call.key if is_plain_eager(*call.inputs()) else None, given))

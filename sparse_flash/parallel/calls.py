@@ -10,7 +10,6 @@ from .. import backends
 from ..backends import QueryRows, hopper
 from ..backends import triton as triton_backend
 from ..dispatch.call import AttentionCall, prepare
-from ..kernels.common.layout import layouts
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
@@ -95,7 +94,7 @@ class PartialAttention(NamedTuple):
         table, variant = table_and_variant(mask, dropout, q.is_cuda)
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         call = AttentionCall(q, k, v, mask, table, scale, self.deterministic, self.backend, variant)
-        return prepare(call, layouts((q, k, v)), mask.mask)
+        return prepare(call, call.key, mask.mask)
 
 
 def table_and_variant(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import operator
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from importlib import import_module
 from numbers import Integral
@@ -165,6 +165,10 @@ class Variant(NamedTuple):
         """All but ``tensors()``, and which of these there are."""
         return *[t is None for t in self[: len(_TENSORS)]], *self[len(_TENSORS) + 1 :]
 
+    @property
+    def without_tensors(self) -> Variant:
+        return self._make([*[None] * len(_TENSORS), (), *self[len(_TENSORS) + 1 :]])
+
     def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
         """In the form an operator takes: ``tensors()``, the names of those present, dropout_p, softcap."""
         names = [*self.names(), *[LEARNED] * self.learned, *[_LEARNED_SINKS] * self.learned_sinks]
@@ -213,41 +217,59 @@ def build_variant(
     k: torch.Tensor,
     *,
     dropout_p: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
     softcap: float | None = None,
-    rel_bias: torch.Tensor | None = None,
     score_mod: ScoreFunction | None = None,
     score_params: tuple[torch.Tensor, ...] = (),
-    sinks: torch.Tensor | None = None,
-    **lengths: torch.Tensor | None,
+    **tensors: torch.Tensor | None,
 ) -> Variant | None:
-    """The variant of a call, its arguments checked; None for plain attention. lengths: those named in ``LENGTHS``.
+    """The variant of a call, its arguments checked; None for plain attention. tensors: the other tensors that ``attention`` takes.
 
     Raises ValueError or TypeError. Draws the dropout seed from PyTorch's generator, on q's device, without synchronizing.
     """
-    given: dict[str, Any] = {
-        name: check_lengths(name, value, q, (q if name.startswith("q") else k).shape[2])
-        for name, value in lengths.items()
-        if value is not None
-    }
-    if share := _dropout_share(dropout_p):
-        given["dropout_p"] = share / _DROPOUT_STEPS
-        given["seed"] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+    given = {name: value for name, value in tensors.items() if value is not None}
+    for name, value in given.items():
+        check, _ = _TENSOR_ARGUMENTS[name]
+        check(name, value, q, k)
     if softcap is not None:
-        given["softcap"] = _check_softcap(softcap)
-    if alibi_slopes is not None:
-        given["alibi_slopes"] = _check_slopes(alibi_slopes, q)
-    if rel_bias is not None:
-        given["rel_bias"], given["learned"] = _check_rel_bias(rel_bias, q), rel_bias.requires_grad
+        softcap = _check_softcap(softcap)
     if score_mod is not None:
         _check_score_mod(score_mod)
-        given["score_mod"] = score_mod
-    if not isinstance(score_params, tuple) or len(score_params) > 0:
-        given["score_params"] = _check_score_params(score_params, score_mod, q)
-    if sinks is not None:
-        check_sinks(sinks, q)
-        given["sinks"], given["learned_sinks"] = sinks.contiguous(), sinks.requires_grad
-    return Variant(**given) if given else None
+    share = _dropout_share(dropout_p)
+    variant = Variant(
+        score_params=_check_score_params(score_params, score_mod, q),
+        score_mod=score_mod,
+        dropout_p=share / _DROPOUT_STEPS,
+        softcap=softcap or 0.0,
+        learned="rel_bias" in given and given["rel_bias"].requires_grad,
+        learned_sinks="sinks" in given and given["sinks"].requires_grad,
+    )
+    return refill_variant(variant, q, given) if given or share or softcap or score_mod else None
+
+
+def describe_variant(arguments: dict[str, Any]) -> Hashable | None:
+    """Everything that the checks of ``build_variant`` depend on, for arguments whose check need not be repeated. None for others:
+    the values of lengths on a CPU are checked, and so is what a score_mod reads."""
+    description: list[Hashable] = []
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and not (name in LENGTHS and value.device.type == "cpu"):
+            description.append((name, value.dtype, value.device, value.layout, value.shape, value.stride(), value.requires_grad))
+        elif type(value) in (float, int):
+            description.append((name, value))
+        else:
+            return None
+    return tuple(description)
+
+
+def refill_variant(variant: Variant, q: torch.Tensor, arguments: dict[str, Any]) -> Variant:
+    """``build_variant`` for arguments of the same description as the ones that ``variant`` is from. variant: without tensors."""
+    fields: list[Any] = list(variant)
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            _, convert = _TENSOR_ARGUMENTS[name]
+            fields[_TENSORS.index(name)] = convert(value, q)
+    if variant.dropout_p:
+        fields[0] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+    return Variant._make(fields)
 
 
 def _check_softcap(softcap: float) -> float:
@@ -257,38 +279,44 @@ def _check_softcap(softcap: float) -> float:
     return float(softcap)
 
 
-def _check_slopes(slopes: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """(batch, heads), in the type that sums are made in."""
+def _check_slopes(name: str, slopes: torch.Tensor, q: torch.Tensor, _: torch.Tensor) -> None:
     batch, heads = q.shape[:2]
-    check_same_device("alibi_slopes", slopes, q, "detach them; a bias that is learned is rel_bias")
+    check_same_device(name, slopes, q, "detach them; a bias that is learned is rel_bias")
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(
             f"alibi_slopes must have shape (heads,) or (batch, heads), here ({heads},) or ({batch}, {heads}); got "
             f"{tuple(slopes.shape)}"
         )
-    return _as_exact("alibi_slopes", slopes, q).expand(batch, heads).contiguous()
+    _check_floating(name, slopes)
 
 
-def _check_rel_bias(rel_bias: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _expand_slopes(slopes: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """(batch, heads)."""
+    return _as_exact(slopes, q).expand(q.shape[:2]).contiguous()
+
+
+def _check_rel_bias(name: str, rel_bias: torch.Tensor, q: torch.Tensor, _: torch.Tensor) -> None:
     heads = q.shape[1]
-    check_same_device("rel_bias", rel_bias, q)
+    check_same_device(name, rel_bias, q)
     if rel_bias.dim() != 2 or rel_bias.shape[0] != heads or rel_bias.shape[1] % 2 != 1:
         raise ValueError(
             f"rel_bias must have shape (heads, 2 * max_distance + 1), here ({heads}, an odd number); got {tuple(rel_bias.shape)}"
         )
-    return _as_exact("rel_bias", rel_bias, q).contiguous()
+    _check_floating(name, rel_bias)
 
 
-def _as_exact(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The tensor in float32, or in float64 if q is. Raises ValueError for integers."""
+def _check_floating(name: str, value: torch.Tensor) -> None:
     if not value.is_floating_point():
         raise ValueError(f"{name} must be of a floating-point type; got {value.dtype}")
-    return value.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
-    """Raises ValueError or TypeError for sinks that do not fit."""
-    check_same_device("sinks", sinks, q)
+def _as_exact(value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The tensor in the type in which sums are made: float32, or float64 if q is."""
+    return value.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+
+
+def _check_sinks(name: str, sinks: torch.Tensor, q: torch.Tensor, _: torch.Tensor) -> None:
+    check_same_device(name, sinks, q)
     if tuple(sinks.shape) != (q.shape[1],) or not sinks.is_floating_point():
         raise ValueError(
             f"sinks must be of a floating-point type and shape (heads,), here ({q.shape[1]},); got {sinks.dtype} of shape "
@@ -367,7 +395,7 @@ def check_lengths(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) 
             f"{tuple(value.shape)}"
         )
     check_same_device(name, value, q)
-    return int32_lengths(name, value, most=tokens if name.endswith("starts") else None).contiguous()
+    return int32_lengths(name, value, most=tokens if name.endswith("starts") else None)
 
 
 def int32_lengths(name: str, lengths: torch.Tensor, most: int | None = None) -> torch.Tensor:
@@ -378,10 +406,27 @@ def int32_lengths(name: str, lengths: torch.Tensor, most: int | None = None) -> 
         if wrong:
             bound = "at least 0" if most is None else f"at most {most}, the number of tokens"
             raise ValueError(f"{name} must be {bound}; got {wrong[0]}; a sequence without tokens has {most or 0}")
+    return _as_int32(lengths)
+
+
+def _as_int32(lengths: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
     if lengths.dtype == torch.int64:
         ends = torch.iinfo(torch.int32)
         lengths = lengths.clamp(ends.min, ends.max)
-    return lengths.to(torch.int32)
+    return lengths.to(torch.int32).contiguous()
+
+
+def _check_lengths_of_call(name: str, value: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
+    check_lengths(name, value, q, (q if name.startswith("q") else k).shape[2])
+
+
+# (name, argument, q, k) raises for an argument that does not fit; (argument, q) returns the variant's tensor.
+_TENSOR_ARGUMENTS: dict[str, tuple[Callable[..., object], Callable[..., torch.Tensor]]] = {
+    **dict.fromkeys(LENGTHS, (_check_lengths_of_call, _as_int32)),
+    "alibi_slopes": (_check_slopes, _expand_slopes),
+    "rel_bias": (_check_rel_bias, _as_exact),
+    "sinks": (_check_sinks, lambda sinks, q: sinks.contiguous()),
+}
 
 
 def check_same_device(name: str, value: torch.Tensor, q: torch.Tensor, constant: str | None = None) -> None:
