@@ -22,10 +22,11 @@ from .program import RowFile, add_device, create_parser
 from .results import environment
 
 Call = Callable[[], Any]  # returns a tensor
+Leaves = tuple[torch.Tensor, ...]
 
 
-def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Call]:
-    """Returns the measured calls by name. q, k, v: (1, heads, tokens, head_dim)."""
+def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, tuple[Call, Leaves]]:
+    """Returns the measured calls, and what they differentiate by, by name. q, k, v: (1, heads, tokens, head_dim)."""
     tokens, device = q.shape[2], q.device
     window = sf.compile_mask("causal & local(256)", tokens, device=device)
     sinks, lens = torch.zeros(q.shape[1], device=device), torch.tensor([tokens - 10], device=device, dtype=torch.int32)
@@ -34,9 +35,9 @@ def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Cal
     inner = torch.randperm(tokens - 1, generator=generator)[: max(1, tokens // 273) - 1].sort().values + 1
     bounds = torch.cat([torch.tensor([0]), inner, torch.tensor([tokens])]).to(device=device, dtype=torch.int32)
     longest = int(bounds.diff().max())
-    rows, keys, values = (t[0].transpose(0, 1) for t in (q, k, v))
+    packed = rows, keys, values = tuple(t[0].transpose(0, 1).detach().requires_grad_() for t in (q, k, v))
     last = q[:, :, -1:].detach()
-    return {
+    calls: dict[str, Call] = {
         "PyTorch's, causal": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True),
         "dense": lambda: sf.attention(q, k, v),
         "a BlockMask": lambda: sf.attention(q, k, v, window),
@@ -50,9 +51,10 @@ def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Cal
         "chosen blocks": lambda: sf.attention(q, k, v, sf.topk_blocks(q, k, 4, block_size=64, within="causal")),
         "one query of a cache": lambda: sf.attention_decode(last, k.detach(), v.detach()),
     }
+    return {name: (call, packed if name == "packed documents" else (q, k, v)) for name, call in calls.items()}
 
 
-def measure(call: Call, leaves: tuple[torch.Tensor, ...], gradients: bool, seconds: float) -> dict[str, float]:
+def measure(call: Call, leaves: Leaves, gradients: bool, seconds: float) -> dict[str, float]:
     """Returns host_us, and each_us of calls without a pause; without gradients, on a GPU, also graph_us. gradients: both passes."""
 
     def run() -> object:
@@ -84,10 +86,10 @@ def main(arguments: list[str] | None = None) -> None:
         size = 1, options.heads, tokens, options.head_dim
         leaves = tuple(torch.randn(size, device=options.device, dtype=dtype, requires_grad=True) for _ in range(3))
         calls = calls_of(*leaves)
-        for name, call in calls.items():
+        for name, (call, by) in calls.items():
             for gradients in (False, True)[: 1 if name == "one query of a cache" else 2]:
-                of_pytorch = measure(calls["PyTorch's, causal"], leaves, gradients, options.seconds)["host_us"]
-                figures = measure(call, leaves, gradients, options.seconds)
+                of_pytorch = measure(*calls["PyTorch's, causal"], gradients, options.seconds)["host_us"]
+                figures = measure(call, by, gradients, options.seconds)
                 figures["host_over_pytorch"] = figures["host_us"] / of_pytorch
                 row = {"call": name, "tokens": tokens, "heads": size[1], "head_dim": size[3], "gradients": gradients, **figures}
                 texts = [f"{key.removesuffix('_us')} {value:.0f} us" for key, value in figures.items() if key.endswith("_us")]

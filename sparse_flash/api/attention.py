@@ -103,7 +103,8 @@ def attention(
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
     variant_arguments: dict[str, Any] = {}
-    if not (kv_lens is q_lens is kv_starts is q_starts is softcap is alibi_slopes is rel_bias is score_mod is sinks is None):
+    plain_tensors = kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is sinks is None
+    if not (plain_tensors and softcap is None and score_mod is None):
         # fmt: off
         of_variant = (
             ("kv_lens", kv_lens), ("q_lens", q_lens), ("kv_starts", kv_starts), ("q_starts", q_starts), ("softcap", softcap),

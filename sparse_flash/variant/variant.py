@@ -167,7 +167,7 @@ class Variant(NamedTuple):
 
     @property
     def without_tensors(self) -> Variant:
-        return self._make([*[None] * len(_TENSORS), (), *self[len(_TENSORS) + 1 :]])
+        return Variant._make([*[None] * len(_TENSORS), (), *self[len(_TENSORS) + 1 :]])
 
     def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
         """In the form an operator takes: ``tensors()``, the names of those present, dropout_p, softcap."""
