@@ -157,8 +157,8 @@ def _check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Modu
 def _check_plans(plans: Mapping[int, SharedSequence | None]) -> None:
     """Raises ValueError if some layers have a plan, and do not all share their tokens. plans: by layer, None for masks."""
     number, first = next(((number, plan) for number, plan in plans.items() if plan is not None), (0, None))
-    wrong = [other for other, plan in plans.items() if first and (plan is None or plan.positions is not first.positions)]
-    if wrong:
+    shared = None if first is None else first.positions
+    if wrong := [other for other, plan in plans.items() if getattr(plan, "positions", None) is not shared]:
         raise ValueError(
             f"layers {wrong} do not share their tokens with layer {number}; make one plan for all layers: "
             "context_parallel([mask of each layer, ...], ...)"

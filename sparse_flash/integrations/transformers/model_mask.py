@@ -92,18 +92,12 @@ class ModelMask(FlexBlockMask):
         """Returns this mask with other fields."""
         return ModelMask(**{name: getattr(self, name) for name in _FIELDS} | fields)
 
-    # What models read of a mask, as of a tensor; ``__getattr__`` refuses the rest.
+    # What models and ``generate()`` read of a mask, as of a tensor; ``__getattr__`` refuses the rest.
     dtype, ndim = torch.bool, 4
 
     @property
     def shape(self):
         return (1, 1, self.q_length, self.kv_length)
-
-    def dim(self) -> int:
-        return 4
-
-    def size(self, dim=None):
-        return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> ModelMask:
         return self
@@ -386,7 +380,7 @@ def read_model_mask(mask: Any, query: torch.Tensor, key: torch.Tensor, causal: b
         raise ValueError(f"an attention mask of pairs must be bool, or 0 and -inf in a floating-point type; got {mask.dtype}")
     model_mask = ModelMask(q_length, kv_length, kept_pairs=kept, key_count=kv_length)
     if not mask.is_inference():
-        mask._sparse_flash = mask._version, model_mask  # type: ignore[attr-defined]  # cached on the tensor
+        mask._sparse_flash = mask._version, model_mask  # cached on the tensor
     return model_mask
 
 
