@@ -20,7 +20,7 @@ from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Pattern
 from sparse_flash.parallel import exchange, transfer
 from sparse_flash.parallel.attend import BlockAttention, HeadAttention, exchange_heads_for_tokens, exchange_tokens_for_heads
-from sparse_flash.parallel.costs import ELEMENT_BYTES, HEAD_DIM
+from sparse_flash.parallel.estimates import ELEMENT_BYTES, HEAD_DIM
 from sparse_flash.parallel.plan import ContextPlan
 
 from .flash import FlashAttention4, FlashMask

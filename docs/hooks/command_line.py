@@ -5,7 +5,7 @@ import re
 import typer
 from typer.cli import get_docs_for_click
 
-from sparse_flash.cli.app import app
+from sparse_flash.cli import app
 
 PLACE = "<!-- command line -->"
 

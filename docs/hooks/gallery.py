@@ -14,8 +14,7 @@ import sparse_flash as sf
 from sparse_flash import patterns
 from sparse_flash.masks.registry import find_docstring_line
 from sparse_flash.tools import draw
-from sparse_flash.tools.explain import explain
-from sparse_flash.tools.figures import share_text
+from sparse_flash.tools.explain import explain, share_text
 
 PLACE = re.compile("<!-- gallery -->.*<!-- end of gallery -->", re.S)
 TOKENS, BLOCK = 4096, 64

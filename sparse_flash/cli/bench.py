@@ -12,8 +12,7 @@ from rich.text import Text
 
 from sparse_flash.benchmarks.workload import DEFAULT, FULL_RUN, SUITES
 
-from .console import output_console, user_errors
-from .options import Imports, dtype_of
+from .options import Imports, dtype_of, output_console, user_errors
 
 if TYPE_CHECKING:
     from sparse_flash.benchmarks.results import Results

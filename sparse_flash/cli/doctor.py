@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import versions
-from .console import output_console
+from .options import output_console
 
 
 def doctor() -> None:

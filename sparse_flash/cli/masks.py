@@ -10,8 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .console import output_console, user_errors
-from .options import BlockSize, Imports, KvLen, Spec, Video, dtype_of
+from .options import BlockSize, Imports, KvLen, Spec, Video, dtype_of, output_console, user_errors
 
 
 def _q_len_option(default: int) -> Any:

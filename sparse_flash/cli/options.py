@@ -1,15 +1,36 @@
-"""Options that several commands take, spelt and read alike."""
+"""What commands share: options, the output, and how errors are reported: one message on stderr, no traceback, exit code 2."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from .console import user_errors
+_PIPE_WIDTH = 160  # no terminal to fit, and tables must not be cut
+
+
+def output_console() -> Console:
+    """Standard output; colours and width as in the terminal, plain and wide in a pipe or a file."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+
+
+@contextmanager
+def user_errors():
+    """Reports a mistake in the arguments once; for code that raises these errors only for mistakes of its caller."""
+    try:
+        yield
+        return
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}; pass another path" if error.filename and error.strerror else str(error)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        said = str(error)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {said}", markup=False)
+    raise typer.Exit(2)
 
 
 def _import_files(paths: list[Path] | None) -> list[Path] | None:

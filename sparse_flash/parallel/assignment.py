@@ -12,7 +12,6 @@ import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..masks.grid import concat_ranges, union
-from .costs import SequenceSizes
 
 # Chunks are the unit that is assigned. Chunks of 512 tokens gave documents of random lengths no better plans.
 CHUNK_TOKENS = 1024
@@ -58,10 +57,11 @@ class Visits:
         needs = np.flatnonzero(needed)
         return cls(mask, chunk_blocks, work, np.searchsorted(needs, np.arange(chunks + 1) * blocks), needs % blocks, shared)
 
-    def without_shared_rows(self, sizes: SequenceSizes) -> Visits | None:
-        """Returns the visits without the rows that visit most columns, in the mean over heads; None if no row does, or too many."""
+    def without_shared_rows(self, group: float) -> Visits | None:
+        """Returns the visits without the rows that visit most columns, in the mean over heads; None if no row does, or too many.
+        group: heads / kv_heads."""
         heavy = _head_shares(self.mask) @ np.diff(self.mask.by_query.row_ptr.numpy()) > _HEAVY_SHARE * self.mask.grid.kv_blocks
-        few = 0 < heavy.sum() * sizes.heads / sizes.kv_heads <= _FEW_SHARE * len(heavy)
+        few = 0 < heavy.sum() * group <= _FEW_SHARE * len(heavy)
         return Visits.from_mask(self.mask, self.chunk_blocks, heavy) if few else None
 
     @property

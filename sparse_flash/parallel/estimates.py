@@ -1,16 +1,24 @@
-"""Estimates what passes cost under each strategy, and in one call or two."""
+"""Estimates what passes cost a rank under each strategy, and in one call or two."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from ..masks.block_mask import BlockMask
+from ..masks.costs import BLOCK, COPY_RATE, HEAD_DIM, row_us
 from .assignment import Assignment
-from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, SequenceSizes, copy_seconds, pass_seconds
 
-# docs/performance/several-gpus.md, "The rates behind the estimates", has the runs that these were fitted to.
+ELEMENT_BYTES = 2  # float16, bfloat16
+_LSE_BYTES = 4  # float32
+
+# Times of calls are those of ``masks/costs``, the same on all ranks. What it does not know was fitted to runs on two H100:
+# docs/performance/several-gpus.md, "The rates behind the estimates", has the measured ranges and the results files.
+_MEMORY_RATE = 1e6 * COPY_RATE  # bytes per second of copies, merges and calls on few keys
+# Other links may be slower: link_rate= gives their rate.
+LINK_RATE = 255e9  # bytes per second that a rank receives
 # An exchange slows a call that it overlaps. The cost is a share of the time in which both run.
 _COST_OF_HIDING = 0.25
 # Blocks of others take longer in a backward call of their own than in one call on all blocks, by this factor.
@@ -18,6 +26,34 @@ _OTHERS_BACKWARD = 1.2
 # Bytes that kernels read and write in a forward pass for each element of a row in 16 bits.
 _CALL_BYTES = 4  # a call on blocks of others: reads q, writes out
 _MERGE_BYTES = 6  # the merge after it: reads both results, writes one
+
+
+@dataclass(frozen=True)
+class SequenceSizes:
+    """Holds the sizes of one sequence. q_len, block_size: tokens. heads: of queries. kv_heads: of keys and values. link_rate: bytes
+    per second that a rank receives."""
+
+    q_len: int
+    block_size: int
+    heads: int
+    kv_heads: int
+    link_rate: float = LINK_RATE
+
+    @property
+    def block_bytes(self) -> int:
+        """Returns the bytes of the keys and values of one block."""
+        return self.block_size * self.kv_heads * 2 * HEAD_DIM * ELEMENT_BYTES
+
+
+def _pass_seconds(backward: bool, rows: float, blocks: float, sizes: SequenceSizes) -> float:
+    """Returns the seconds of a pass. rows, blocks: block rows and visited blocks, all taken for full, summed over heads."""
+    size = sizes.block_size / BLOCK  # kernels rarely run smaller ones (``masks/coarsen``)
+    return 1e-6 * row_us(backward, BLOCK, rows * size, blocks * size**2)
+
+
+def _copy_seconds(size: float) -> float:
+    """Returns the seconds that copying ``size`` bytes takes."""
+    return 2 * size / _MEMORY_RATE
 
 
 class CallTimes(NamedTuple):
@@ -60,15 +96,15 @@ def block_times(option: Assignment, sizes: SequenceSizes) -> tuple[CallTimes, Ca
     travel = received * sizes.block_bytes / sizes.link_rate
     # One call needs all blocks in one tensor, so own and fetched blocks are copied into it, and gradients out of it. In a forward
     # pass the exchange hides the copy of own blocks. Two calls copy only the gradients of fetched blocks.
-    copy_block, rows = copy_seconds(sizes.block_bytes), held * sizes.heads
+    copy_block, rows = _copy_seconds(sizes.block_bytes), held * sizes.heads
     copy_own, copy_fetched = held * copy_block * (received > 0), received * copy_block
     # Queries that visit no block of others are read, and their zeros written, but not merged. Backward calls accumulate into one dQ
     # (``hopper.joint_backward``).
     row_elements = sizes.heads * sizes.block_size * HEAD_DIM
-    merge = copy_seconds(row_elements / 2) * (_CALL_BYTES * held * (visiting_rows > 0) + _MERGE_BYTES * visiting_rows)
+    merge = _copy_seconds(row_elements / 2) * (_CALL_BYTES * held * (visiting_rows > 0) + _MERGE_BYTES * visiting_rows)
     # Visits are summed before the conversion, so that assignments with equal sums tie to the last bit.
     on_all, on_own, on_others = (
-        [pass_seconds(backward, of_rows, 0, sizes) + visits * pass_seconds(backward, 0, 1, sizes) for backward in (False, True)]
+        [_pass_seconds(backward, of_rows, 0, sizes) + visits * _pass_seconds(backward, 0, 1, sizes) for backward in (False, True)]
         for of_rows, visits in ((rows, own_visits + other_visits), (rows, own_visits), (0, other_visits))
     )
     forward = CallTimes(
@@ -94,7 +130,7 @@ def block_costs(option: Assignment, sizes: SequenceSizes) -> StrategyCosts:
         # A rank gets the queries of others, and partial results of its own rows from all others.
         own = option.sum_by_rank(option.visits.shared)  # shared block rows
         token_bytes = sizes.heads * HEAD_DIM * ELEMENT_BYTES
-        results = (option.ranks - 1) * own * (token_bytes + sizes.heads * LSE_BYTES)
+        results = (option.ranks - 1) * own * (token_bytes + sizes.heads * _LSE_BYTES)
         queries = sizes.block_size * ((own.sum() - own) * token_bytes + results)
     # The slowest rank need be neither the rank with the most work nor the rank that gets most, so each rank is estimated.
     forward, _ = block_times(option, sizes)
@@ -111,13 +147,13 @@ def head_costs(mask: BlockMask, own_blocks: int, sizes: SequenceSizes, ranks: in
     # A rank copies its q, k, v and out to send them. Its own heads' share does not travel.
     copied = own_blocks * sizes.block_bytes * (1 + sizes.heads / sizes.kv_heads)
     received = copied * (ranks - 1) / ranks
-    seconds = pass_seconds(False, own_blocks * sizes.heads, work.max(), sizes) + received / sizes.link_rate
-    return StrategyCosts(seconds + copy_seconds(copied), received, _balance(work))
+    seconds = _pass_seconds(False, own_blocks * sizes.heads, work.max(), sizes) + received / sizes.link_rate
+    return StrategyCosts(seconds + _copy_seconds(copied), received, _balance(work))
 
 
 def visits_per_fetch(sizes: SequenceSizes) -> float:
     """Returns how many blocks a rank visits, the mean over heads, in the time in which it gets one."""
-    return sizes.block_bytes / sizes.link_rate / pass_seconds(False, 0, sizes.heads, sizes)
+    return sizes.block_bytes / sizes.link_rate / _pass_seconds(False, 0, sizes.heads, sizes)
 
 
 def _balance(work: np.ndarray) -> float:

@@ -20,11 +20,10 @@ from ..patterns import documents
 from ..variant.variant import Variant, build_variant
 from .agreement import check_agreement
 from .attend import BlockAttention, HeadAttention, Select, resolve_select
-from .choice import Strategy
-from .costs import LINK_RATE
+from .estimates import LINK_RATE
 from .exchange import all_to_all
 from .peer_memory import peer_memory
-from .planning import PlanKeywords, PlannedSequence, PlanOptions, plan_sequence, to_square_mask
+from .planning import PlanKeywords, PlannedSequence, PlanOptions, Strategy, plan_sequence, to_square_mask
 from .routes import BlockExchange, Peers, Route
 from .sharding import TokenShards, group_of
 

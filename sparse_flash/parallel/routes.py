@@ -19,8 +19,7 @@ import torch.distributed as dist
 from ..masks.block_mask import BlockMask
 from ..masks.build import take_blocks
 from .assignment import Assignment
-from .costs import SequenceSizes
-from .estimates import block_times
+from .estimates import SequenceSizes, block_times
 from .peer_memory import PeerMemory
 from .traffic import Traffic
 

@@ -19,8 +19,7 @@ from ..masks.table import PartialBlocks
 from ..masks.tiles import dense_batches
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
-from .explanation import CallSpec, Explanation, RoughTime, estimate_time, explain_call, explain_selection, explain_video
-from .figures import flops_text, share_text
+from .explanation import CallSpec, Explanation, RoughTime, estimate_time, explain_call, explain_selection, explain_video, unit_of
 from .subject import resolve_mask
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
@@ -139,7 +138,7 @@ def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec, time: Ro
     found.add("heaviest row", f"{most:,} blocks, {most * grid.q_blocks / max(1, kept_blocks):.2f}x the mean", most_in_row=most)
     flops = sizes.batch * sizes.heads * forward_flops(sizes.head_dim, sizes.v_head_dim)
     kept_flops, visited_flops, dense_flops = (flops * count for count in (kept_pairs, visited_pairs, dense_pairs))
-    said = f"{flops_text(kept_flops)} kept, {flops_text(visited_flops)} visited, {flops_text(dense_flops)} for {dense}"
+    said = f"{_flops_text(kept_flops)} kept, {_flops_text(visited_flops)} visited, {_flops_text(dense_flops)} for {dense}"
     found.add("forward FLOPs", said, flops=kept_flops, visited_flops=visited_flops, dense_flops=dense_flops)
     explain_call(found, mask, sizes)
     found.add("rough time", time and str(time), time=time)
@@ -191,6 +190,16 @@ def _draw_mask(spec: Pattern, q_len: int, kv_len: int | None, density: float | N
     grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, choice.choosers[0].block_size)
     scores = torch.rand((1, 1, *grid.shape), generator=torch.Generator("cpu").manual_seed(0))
     return mask_by_scores(scores, grid, choice.within, choice.always, keep if density is None else density)
+
+
+def share_text(share: float) -> str:
+    # 99.99 % must not display as all.
+    return "100%" if share == 1 else f"{min(share, 0.999):.1%}"
+
+
+def _flops_text(count: float) -> str:
+    power = unit_of(count, 1000, 5)
+    return f"{count / 1000**power:.3g} {('', 'K', 'M', 'G', 'T', 'P')[power]}FLOP"
 
 
 def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:

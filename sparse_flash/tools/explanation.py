@@ -15,7 +15,6 @@ from ..masks.costs import GPUS, Counts, pass_us
 from ..masks.pattern import Pattern, layout_of
 from ..masks.tiles import unique_rows
 from ..selection.block_selection import BlockSelection, count_selected_pairs
-from .figures import ratio_text, size_text
 
 
 class Explanation:
@@ -83,7 +82,7 @@ class RoughTime(NamedTuple):
 
     def __str__(self) -> str:
         texts = [f"{us:.0f} us" if us < 1e3 else f"{us / 1e3:.1f} ms" if us < 1e4 else f"{us / 1e3:.0f} ms" for us in self[1:]]
-        forward, backward = ratio_text(self[3] / self[1]), ratio_text(self[4] / self[2])
+        forward, backward = (f"{x:.2f}x" if x < 10 else f"{x:.1f}x" for x in (self[3] / self[1], self[4] / self[2]))
         times = f"about {texts[0]} forward and {texts[1]} backward on {self.device}; dense {texts[2]} and {texts[3]}"
         return f"{times}, a speed-up of {forward} and {backward}"
 
@@ -119,7 +118,7 @@ def explain_call(found: Explanation, mask: BlockMask, sizes: CallSpec) -> None:
     """Adds a call's memory and back end."""
     backend, refusal = _choose_backend(mask.kernel_table(True), sizes)
     memory = _count_memory(mask, sizes, backend)
-    texts = {name: size_text(count) for name, count in memory.items()}
+    texts = {name: _size_text(count) for name, count in memory.items()}
     said = "{forward}: q, k and v {inputs}, out and lse {outputs}, table {table}".format(**texts)
     found.add("memory of a call", said, memory=memory)
     found.add("of its backward pass", "{backward}: as above, gradients {gradients}, sums {sums}".format(**texts))
@@ -168,7 +167,7 @@ def explain_selection(selection: BlockSelection, sizes: CallSpec, time: RoughTim
     found.add("kept pairs", said, density=density, causal_density=of_causal, flops=flops, dense_flops=dense_flops)
     said = f"{of_choice:.1f} blocks of a choice on average; {alike:.1%} were picked by the choice before as well"
     found.add("picks", said, picks=of_choice, alike=alike)
-    found.add("table", size_text(selection.nbytes), table_bytes=selection.nbytes)
+    found.add("table", _size_text(selection.nbytes), table_bytes=selection.nbytes)
     found.add("rough time", time and str(time), time=time)
     if selection.every == 1 and alike >= 0.95:
         found.hints.append(f"{alike:.0%} of picks are those of the query before: a choice for several queries (every=) is faster.")
@@ -205,3 +204,14 @@ def explain_video(found: Explanation, pattern: Pattern, mask: BlockMask) -> None
         found.add("window", f"{', '.join(dict.fromkeys(shown))} tokens (frames x rows x columns)")
     if size > least >= 64:
         found.hints.append(f"A block of {size} tokens holds {size // least} tiles; block_size={least} visits less.")
+
+
+def _size_text(count: float) -> str:
+    """Bytes in the most readable unit."""
+    power = unit_of(count, 1024, 3)
+    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def unit_of(count: float, base: int, most: int) -> int:
+    """Returns the largest power of the base, ``most`` at most, that is not above the count; 0 for less than the base."""
+    return next((power for power in range(most, 0, -1) if count >= base**power), 0)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.benchmarks.measure import throughput
-from sparse_flash.cli.app import app
+from sparse_flash.cli import app
 from sparse_flash.masks.registry import _registry, find_docstring_line, pattern_class
 
 
@@ -45,7 +45,7 @@ def test_patterns_lists_every_name_with_its_use_and_arguments():
 
 
 def test_no_name_is_cut_off_on_a_narrow_terminal(monkeypatch):
-    monkeypatch.setattr("sparse_flash.cli.console._PIPE_WIDTH", 40)
+    monkeypatch.setattr("sparse_flash.cli.options._PIPE_WIDTH", 40)
     out = printed("patterns")
     assert "…" not in out and all(f"\n{name} " in out for name in sf.list_patterns())
 

@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sparse_flash.backends import triton as triton_backend
-from sparse_flash.cli import versions
-from sparse_flash.cli.app import app
+from sparse_flash.cli import app, versions
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

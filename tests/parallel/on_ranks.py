@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
-from sparse_flash.parallel import agreement, assignment, choice, routes
+from sparse_flash.parallel import agreement, assignment, planning, routes
 
 RAGGED = sf.documents([0, 70, 333, 334, 900, 1500, 1801])
 # name: (mask, tokens, block, batch, heads, kv_heads)
@@ -139,7 +139,7 @@ def compared(name: str, strategy: str, dropout_p: float = 0.0, choice_of=None, s
         return sf.topk_blocks(q, k, 3, block_size=32, **choice_of)
 
     chosen = {"select": choose} if choice_of else {}
-    with patch.object(choice, "candidates", lambda *given: assignment.candidates(*given)[:: -1 if shuffled else 1]):
+    with patch.object(planning, "candidates", lambda *given: assignment.candidates(*given)[:: -1 if shuffled else 1]):
         plan, found = plan_of(name, strategy, **options), []
     for _ in range(2):
         torch.manual_seed(SEED + 100 * dist.get_rank())

@@ -6,9 +6,8 @@ from on_ranks import CASES, whole_of
 
 import sparse_flash as sf
 from sparse_flash.parallel.assignment import Visits, blocks_per_chunk, candidates, improve_owners
-from sparse_flash.parallel.choice import choose_strategies
-from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes
-from sparse_flash.parallel.planning import PlannedSequence, PlanOptions, plan_sequence
+from sparse_flash.parallel.estimates import LINK_RATE, SequenceSizes
+from sparse_flash.parallel.planning import PlannedSequence, PlanOptions, choose_strategies, plan_sequence
 
 
 @pytest.mark.parametrize("ranks", [1, 7, 16])

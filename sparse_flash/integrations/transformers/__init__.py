@@ -31,13 +31,11 @@ from ...backends import check_name
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
 from ..models import MaskRecord, count_causal, describe_layer, record_layers, unswitched_error
-from .attend import NAME, PREVIOUS, SETTINGS, attend_layer
-from .by_token import check_acts_by_token
+from .attend import NAME, PREVIOUS, SETTINGS, attend_layer, shard_arguments
 from .given_masks import OWN, is_decoder, keep_in_adapters, keep_record, read_masks, saved_records, warn_of_difference
 from .given_masks import write_masks as write_masks
-from .layers import find_self_attention, find_tower, takes_interface, unwrap_model
+from .layers import check_acts_by_token, find_self_attention, find_tower, takes_interface, unwrap_model
 from .model_mask import create_model_mask
-from .sharing import find_plan, shard_arguments
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
     raise ImportError(f"transformers must be 5.8 or newer; got {transformers.__version__}: pip install 'transformers[torch]>=5.8'")
@@ -113,7 +111,7 @@ def use_sparse_flash(
     given = mask, per_layer, bidirectional, dense_below, dense_layers, dense_last
     options: dict[str, Any] = {"backend": backend, "deterministic": deterministic, "precision": precision, "packed": packed}
     settings, record = read_masks(model, layers, *given, **options)
-    plan = find_plan({number: one.plan for number, one in settings.items()})
+    plan = next(iter(settings.values())).plan  # all layers share its tokens
     if plan is not None:
         check_acts_by_token(model, layers.values(), plan.q_len, tokenwise)
         if precision is not None:

@@ -1,4 +1,5 @@
-"""One layer's call: from Transformers' attention interface to ``sparse_flash.attention``."""
+"""Calls of a switched model: a rank's share of its inputs, and the attention of each layer, which Transformers' attention interface
+requests and ``sparse_flash.attention`` computes."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn.functional import pad
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...api.arguments import callers_level
 from ...api.attention import attention
@@ -17,6 +19,7 @@ from ...api.decode import MAX_QUERIES, attention_decode, can_decode, is_decode_s
 from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...compat.names import NAMESPACE
+from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
 from ...masks.parsing import parse
 from ...masks.pattern import And, PerBatch, PerEntry
@@ -25,7 +28,7 @@ from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
 from .given_masks import CONFIG_KEY, LayerSettings, future_error
 from .layers import unsupported_error
-from .model_mask import ModelMask, convert_mask, find_sequences
+from .model_mask import ModelMask, find_sequences, read_model_mask
 
 # "block_sparse", or a name of a copy's own. If a name contains "flash", Transformers looks for a FlashAttention kernel.
 NAME = NAMESPACE.replace("sparse_flash", "block_sparse").replace("flash", "")
@@ -40,6 +43,11 @@ _WITHOUT_EFFECT = {
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values", "return_dict", "seq_idx",
     "shift_labels", "use_cache",
 }  # fmt: skip
+
+_IGNORED = -100  # a label that counts for nothing, in Transformers' losses
+# Arguments of models under a plan: those that are sharded, and others that mean the same on each rank.
+_OF_TOKENS = {"input_ids", "inputs_embeds", "token_type_ids"}
+_SHARED = {"labels", "num_items_in_batch", "output_hidden_states", "position_ids", "return_dict", "shift_labels", "use_cache"}
 
 
 class LayerCall(NamedTuple):
@@ -56,17 +64,22 @@ class LayerCall(NamedTuple):
     dropout: float
     softcap: float | None
     sinks: torch.Tensor | None  # (heads,)
-    kv_lens: torch.Tensor | None = None  # (batch,) int32, of a static cache, where compiled code cannot cut off other keys
 
     def extras(self) -> dict[str, Any]:
-        """Returns the features of a call that some ways to attend lack, by name in errors: a true value if the call has one."""
+        """Returns the features that some functions below do not support, by name in errors: true if the call has one."""
         padding, pairs = self.model_mask.key_starts is not None, self.model_mask.kept_pairs is not None
         return {"dropout": self.dropout, "a soft cap": self.softcap, "padding": padding, "a 4-D attention_mask": pairs}
 
+    def needs_positions(self) -> bool:
+        """Whether the combined mask depends on more than the distance of query and key."""
+        return self.settings.needs_positions or self.model_mask.is_chunked()
+
+    def parse_kept(self) -> Any:
+        return parse(self.kept) if isinstance(self.kept, str) else self.kept
+
 
 def attend_layer(module, query, key, value, attention_mask, **options):
-    """Attends for Transformers, which calls it: query (batch, heads, tokens, head_dim). Returns (batch, tokens, heads, head_dim),
-    None."""
+    """Attends for Transformers: query (batch, heads, tokens, head_dim). Returns (batch, tokens, heads, head_dim), None."""
     settings = getattr(module, SETTINGS, None)
     if settings is None:
         return _attend_as_before(module, query, key, value, attention_mask, **options)
@@ -93,17 +106,7 @@ def _is_traceable(settings: LayerSettings, model_mask, query, key, dropout=0.0, 
     one_run = model_mask.key_starts is None or (model_mask.q_length == 1 and not model_mask.is_chunked())
     decodes = model_mask.key_count_tensor is not None and one_run and not dropout and softcap is None and can_decode(query, key)
     moves = needs_positions and model_mask.first_token is not None and model_mask.q_length != model_mask.key_count
-    return decodes or (not moves and (model_mask.key_count_tensor is None or _is_prompt(model_mask)))
-
-
-def _needs_positions(call: LayerCall) -> bool:
-    """Whether the combined mask depends on more than the distance of query and key."""
-    return call.settings.needs_positions or call.model_mask.is_chunked()
-
-
-def _is_prompt(model_mask: ModelMask) -> bool:
-    """Whether compiled code may specialize on the end of the queries in a static cache: it has one prompt, and then many tokens."""
-    return model_mask.key_count is not None and model_mask.q_length > MAX_QUERIES
+    return decodes or (not moves and (model_mask.key_count_tensor is None or model_mask.is_prompt()))
 
 
 def _attend_switched(
@@ -116,16 +119,8 @@ def _attend_switched(
     used = sorted(name for name, one in unknown.items() if one is not None and one is not False and name not in _WITHOUT_EFFECT)
     if used:
         raise unsupported_error(module, f"passes {', '.join(used)} to its attention")
-    if attention_mask is None:
-        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        base, lengths = "causal" if causal else "full", (query.shape[2], key.shape[2])
-        model_mask = ModelMask(*lengths, base, sliding_window, key_count=key.shape[2])
-    elif not isinstance(attention_mask, ModelMask):
-        model_mask = convert_mask(attention_mask, query, key)
-    elif attention_mask.key_count is None and not torch.compiler.is_compiling():
-        model_mask = attention_mask.changed(key_count=int(attention_mask.key_count_tensor))  # made in compiled code
-    else:
-        model_mask = attention_mask
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    model_mask = read_model_mask(attention_mask, query, key, causal, sliding_window)
     kept = "causal" if settings.kept is None and model_mask.base == "causal" else settings.kept
     options = {"scale": scaling, "deterministic": settings.deterministic, "backend": settings.backend}
     call = LayerCall(settings, kept, module, model_mask, query, key, value, options, dropout, softcap, s_aux)
@@ -133,9 +128,7 @@ def _attend_switched(
         return _attend_by_plan(call, settings.plan, block_indices)
     cu_seqlens = find_sequences(model_mask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k, settings.packed)
     _check_call(call, cu_seqlens is not None)
-    if model_mask.key_count_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(model_mask):
-        call = call._replace(kv_lens=model_mask.key_count_tensor.to(torch.int32).expand(query.shape[0]))
-    elif model_mask.key_count != model_mask.kv_length:  # a static cache
+    if not model_mask.ends_in_graph() and model_mask.key_count != model_mask.kv_length:  # a static cache
         call = call._replace(key=key[:, :, : model_mask.key_count], value=value[:, :, : model_mask.key_count])
     if block_indices is not None:
         return _attend_chosen_blocks(call, block_indices, cu_seqlens is not None)
@@ -184,12 +177,12 @@ def _attend_rows(call: LayerCall) -> torch.Tensor:
     is attended by itself.
     """
     model_mask = call.model_mask
-    if call.kv_lens is not None or _can_decode_rows(call):
+    if model_mask.ends_in_graph() or _can_decode_rows(call):
         return _decode(call)
     # Compiled code cannot read whether there is padding.
     compiling = torch.compiler.is_compiling()
     padded = model_mask.first_token is not None if compiling else any(first for first, *_ in model_mask.sequences)
-    moves = padded and _needs_positions(call)
+    moves = padded and call.needs_positions()
     is_whole = model_mask.q_length == model_mask.key_count and not model_mask.first_key_position and model_mask.kept_pairs is None
     if (call.settings.dense is not None and model_mask.key_starts is not None) or (moves and not is_whole):
         earlier, runs = model_mask.key_count - model_mask.q_length, []
@@ -222,7 +215,7 @@ def _attend_runs(call: LayerCall, runs: list[tuple[int, int, int, int, int, int]
             "between tokens or limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
         )
     (batch, _, tokens, _), settings, whole = call.query.shape, call.settings, call.model_mask.kept_pairs
-    pattern = parse(call.kept) if isinstance(call.kept, str) else call.kept
+    pattern = call.parse_kept()
     of_rows = pattern.patterns if isinstance(pattern, PerBatch) else (call.kept,)
     if len(of_rows) not in (1, batch):
         raise ValueError(f"per_batch must be for the batch's {batch} sequences; got {len(of_rows)} patterns")
@@ -247,18 +240,22 @@ def _can_decode_rows(call: LayerCall) -> bool:
     model_mask = call.model_mask
     if call.dropout or call.softcap is not None or model_mask.kept_pairs is not None:
         return False
-    if not is_decode_step(call.query, call.key, call.kept) or (model_mask.first_key_position and _needs_positions(call)):
+    if not is_decode_step(call.query, call.key, call.kept) or (model_mask.first_key_position and call.needs_positions()):
         return False
+    if model_mask.key_starts is None:
+        return True
     at_end = model_mask.q_length == 1 or all(stop == model_mask.key_count for *_, stop in model_mask.sequences)
-    return model_mask.key_starts is None or (at_end and not model_mask.is_chunked())
+    return at_end and not model_mask.is_chunked()
 
 
 def _decode(call: LayerCall) -> torch.Tensor:
     """Attends the newest tokens to a cache."""
     model_mask, mask = call.model_mask, call.model_mask.intersect(call.kept, call.query.device)
     starts, stops = (None, None) if isinstance(mask, BlockSelection) else (model_mask.key_starts, model_mask.key_stops)
+    if stops is None and model_mask.ends_in_graph():
+        stops = model_mask.key_count_tensor.to(torch.int32).expand(call.query.shape[0])
     options: dict[str, Any] = {name: call.options[name] for name in ("scale", "backend")}
-    options |= {"kv_lens": call.kv_lens if stops is None else stops, "kv_starts": starts, "return_lse": True}
+    options |= {"kv_lens": stops, "kv_starts": starts, "return_lse": True}
     out, lse = attention_decode(call.query, call.key, call.value, mask, **options)
     return out if call.sinks is None else with_sinks(out, lse, call.sinks, None)[0]
 
@@ -331,8 +328,8 @@ def _attend_documents(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor
         own = sorted({0, start, stop, tokens, *(bound - first for bound in bounds if first <= bound <= first + tokens)})
         of_rows.append(documents(tuple(own)))
         runs += [(row, low, high, low, high, 0) for low, high in pairwise(own) if start <= low < stop]
-    pattern = parse(call.kept) if isinstance(call.kept, str) else call.kept
-    if model_mask.kept_pairs is not None or _needs_positions(call) or isinstance(pattern, PerEntry):
+    pattern = call.parse_kept()
+    if model_mask.kept_pairs is not None or call.needs_positions() or isinstance(pattern, PerEntry):
         return _attend_runs(call, runs)
     # Distances are the same on the whole axis, so documents are one more limit, in memory for the tokens alone.
     separate = PerBatch(tuple(of_rows))
@@ -374,3 +371,62 @@ def _attend_as_before(module, query, key, value, attention_mask, **options):
     functions = inspect.unwrap(type(module).forward).__globals__
     attend = functions["eager_attention_forward"] if before == "eager" else AttentionInterface()[before]
     return attend(module, query, key, value, attention_mask, **options)
+
+
+def shard_arguments(
+    plan: SharedSequence, module: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the keywords with which a model's ``forward`` gets this rank's tokens, from the arguments of all tokens.
+
+    Tokens and positions are sharded. Labels are shifted first; num_items_in_batch counts the labels of all ranks. Raises
+    ValueError for arguments that cannot be shared.
+    """
+    signature = inspect.signature(module.forward)
+    bound = signature.bind(*args, **kwargs).arguments
+    rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
+    others = bound.pop(rest, {})
+    given = {name: value for name, value in {**bound, **others}.items() if value is not None}
+    padding = given.pop("attention_mask", None)
+    if padding is not None and (padding.dim() != 2 or torch.compiler.is_compiling() or not padding.bool().all()):
+        raise ValueError("a plan has no padding of its own; leave attention_mask out, and give padding the label -100")
+    refused = [
+        name for name, value in given.items() if name not in _OF_TOKENS | _SHARED and not (isinstance(value, int) and value == 0)
+    ]
+    if "output_router_logits" not in given and getattr(module.config, "output_router_logits", False):
+        refused.append("config.output_router_logits")
+    if refused:  # as they are on, and mean something else to a rank's tokens than to all
+        raise ValueError(
+            f"{', '.join(refused)} cannot be used with a plan, as a rank has some of the tokens only; leave it out or set it to "
+            "False, put documents in the plan's mask, or call use_sparse_flash with a mask for that"
+        )
+    for name in _OF_TOKENS & given.keys():
+        given[name] = plan.shard(given[name], 1)
+    positions = given.get("position_ids")
+    if positions is None:
+        given["position_ids"] = plan.positions[None]
+    else:
+        # They restart only where a document of the plan starts. Compiled code cannot read values, and fails at run time.
+        wrong = ((positions.diff() <= 0) & ~plan.document_starts[1:]).any()
+        error = (
+            "position_ids must restart only where a document of the plan's mask starts; put the documents in it, "
+            "'causal & documents([0, ..., tokens])', or make it by ContextParallel"
+        )
+        if torch.compiler.is_compiling():
+            assert_in_graph(~wrong, error)
+        elif wrong:
+            raise ValueError(error)
+        given["position_ids"] = plan.shard(positions, positions.dim() - 1)
+    labels, shifted = given.get("labels"), given.get("shift_labels")
+    if labels is not None and shifted is None:
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:].contiguous()
+    if shifted is not None:
+        if not rest or module.loss_function is not ForCausalLMLoss:
+            raise ValueError(
+                f"labels cannot be used with a plan if a model's loss is not that of next tokens; got {type(module).__name__}; "
+                "compute the loss from its logits and plan.shard(labels, 1, fill=-100), or use the ForCausalLM model"
+            )
+        given.setdefault("num_items_in_batch", (shifted != _IGNORED).sum())
+        given["labels"] = given["shift_labels"] = plan.shard(shifted, 1, fill=_IGNORED)
+    if "use_cache" in signature.parameters:
+        given["use_cache"] = False
+    return given

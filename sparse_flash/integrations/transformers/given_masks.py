@@ -81,8 +81,7 @@ def read_masks(
         mask, source = _read_layers(name, record, numbers), f" in {name}"
         bidirectional = bidirectional or bool(record.get("bidirectional"))
         counts = counts | {name: record[name] for name in counts if name in record}
-    counts = counts | _without_none(dense_below=dense_below, dense_last=dense_last)
-    _check_counts(counts)
+    counts = _COUNTS | _check_counts(**counts) | _check_counts(dense_below=dense_below, dense_last=dense_last)
     given = _assign_masks(mask, per_layer, numbers)
     dense = check_layers(() if dense_layers is None else dense_layers, given)
     given |= dict.fromkeys(dense, OWN)
@@ -101,11 +100,14 @@ def read_masks(
         raise ValueError("bidirectional=True must come with a mask that looks ahead; got none; pass one, such as 'full'")
     if wrong and not bidirectional:
         raise ValueError(future_error(f"the mask of layers {wrong}", given[wrong[0]]))
+    _check_plans({number: one.plan for number, one in masks.items()})
     return masks, _record_of(given, **(counts if chosen else {}), **({"bidirectional": True} if bidirectional else {}))
 
 
 def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
     """Returns the checked mask of each layer; "own" for the model's own. numbers: of the layers. See ``use_sparse_flash``."""
+    if per_layer is None and isinstance(mask, Sequence) and mask and all(isinstance(one, SharedSequence) for one in mask):
+        mask, per_layer = None, mask  # ContextPlans
     if per_layer is not None:
         if mask is not None:
             raise ValueError("mask and per_layer were both given; pass one of them")
@@ -118,12 +120,10 @@ def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[i
         check_layers(mask, numbers, "mask")
         given = {number: mask.get(number) for number in numbers}
     elif isinstance(mask, Sequence) and not isinstance(mask, str):
-        if not mask or not all(isinstance(one, SharedSequence) for one in mask):
-            raise TypeError(
-                f"mask must be one for all layers; got a {type(mask).__name__} of {len(mask)}, which layers and heads may both "
-                "fit; say per_layer=[...] for a mask per layer, or mask=sparse_flash.per_head([...]) for a mask per head"
-            )
-        return _assign_masks(None, mask, numbers)
+        raise TypeError(
+            f"mask must be one for all layers; got a {type(mask).__name__} of {len(mask)}, which layers and heads may both fit; "
+            "say per_layer=[...] for a mask per layer, or mask=sparse_flash.per_head([...]) for a mask per head"
+        )
     else:
         given = dict.fromkeys(numbers, mask)
     return {number: _normalize_mask(one) for number, one in given.items()}
@@ -152,6 +152,17 @@ def _check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Modu
                 f"the mask of layer {number}{source} must be of its {wanted} heads, or one for all; got one of {heads} heads; "
                 f"make it for {wanted}"
             )
+
+
+def _check_plans(plans: Mapping[int, SharedSequence | None]) -> None:
+    """Raises ValueError if some layers have a plan, and do not all share their tokens. plans: by layer, None for masks."""
+    number, first = next(((number, plan) for number, plan in plans.items() if plan is not None), (0, None))
+    shared = None if first is None else first.positions
+    if wrong := [other for other, plan in plans.items() if getattr(plan, "positions", None) is not shared]:
+        raise ValueError(
+            f"layers {wrong} do not share their tokens with layer {number}; make one plan for all layers: "
+            "context_parallel([mask of each layer, ...], ...)"
+        )
 
 
 def future_error(subject: str, mask: object) -> str:
@@ -183,15 +194,13 @@ def is_decoder(layer: torch.nn.Module) -> bool:
     return bool(getattr(layer, "is_causal", False) and getattr(getattr(layer, "config", None), "is_causal", True))
 
 
-def _without_none(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _check_counts(counts: Mapping[str, object]) -> None:
-    """Raises ValueError for numbers of tokens that are none."""
-    for name, value in counts.items():
+def _check_counts(**counts: object) -> dict[str, Any]:
+    """Returns the numbers of tokens that are not None. Raises ValueError for others than integers from 0 on."""
+    given = {name: value for name, value in counts.items() if value is not None}
+    for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be a number of tokens, 0 or more; got {value!r}")
+    return given
 
 
 def _make_settings(given: Any, dense_last: int, **options: Any) -> LayerSettings:
@@ -223,7 +232,8 @@ def saved_records(model: Any) -> dict[str, Any]:
     that of its config, otherwise none."""
     adapters = _adapters_of(model).items()
     found = {f"adapter {name!r}": mapping[CONFIG_KEY] for name, (_, mapping) in adapters if CONFIG_KEY in mapping}
-    return found or _without_none(**{f"config.{CONFIG_KEY}": getattr(model.config, CONFIG_KEY, None)})
+    own = getattr(model.config, CONFIG_KEY, None)
+    return found or ({} if own is None else {f"config.{CONFIG_KEY}": own})
 
 
 def _adapters_of(model: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -307,8 +317,7 @@ def write_masks(
     ``use_sparse_flash``; instead of the model's. Raises ValueError for masks without spec text, TypeError for what is neither a
     model nor a mapping.
     """
-    counts = _without_none(dense_below=dense_below, dense_last=dense_last)
-    _check_counts(counts)
+    counts = _check_counts(dense_below=dense_below, dense_last=dense_last)
     if isinstance(masks, torch.nn.Module):
         record = getattr(unwrap_model(masks).config, CONFIG_KEY, None)
     elif isinstance(masks, Mapping):

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from ...api.decode import MAX_QUERIES
 from ...compat.constants import constant_in_graphs
 from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
@@ -91,18 +92,12 @@ class ModelMask(FlexBlockMask):
         """Returns this mask with other fields."""
         return ModelMask(**{name: getattr(self, name) for name in _FIELDS} | fields)
 
-    # What models read of a mask, as of a tensor; ``__getattr__`` refuses the rest.
+    # What models and ``generate()`` read of a mask, as of a tensor; ``__getattr__`` refuses the rest.
     dtype, ndim = torch.bool, 4
 
     @property
     def shape(self):
         return (1, 1, self.q_length, self.kv_length)
-
-    def dim(self) -> int:
-        return 4
-
-    def size(self, dim=None):
-        return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> ModelMask:
         return self
@@ -167,6 +162,14 @@ class ModelMask(FlexBlockMask):
         """Whether chunks leave pairs out."""
         return self.chunk is not None and self.chunk < self.first_key_position + self.kv_length
 
+    def is_prompt(self) -> bool:
+        """Whether compiled code may specialize on the end of the queries in a static cache: it has one prompt, then many tokens."""
+        return self.key_count is not None and self.q_length > MAX_QUERIES
+
+    def ends_in_graph(self) -> bool:
+        """Whether compiled code reads the end of a static cache's keys from ``key_count_tensor``, and cannot cut off other keys."""
+        return self.key_count_tensor is not None and torch.compiler.is_compiling() and not self.is_prompt()
+
     def lengths(self) -> dict[str, torch.Tensor]:
         """Returns the keywords of ``attention`` that say which tokens exist."""
         if self.key_starts is None:
@@ -200,12 +203,8 @@ class ModelMask(FlexBlockMask):
         mask = restrict_mask(mask, limits, position) if limits or (mask is not None and position) else mask
         if self.kept_pairs is None:
             return mask
-        if (mask, device) not in self._tables:
-            self._tables[mask, device] = self._build_table(mask, device)
-        return self._tables[mask, device]
-
-    def _build_table(self, mask: Any, device: torch.device) -> BlockMask:
-        """Returns the table of a mask within ``kept_pairs``."""
+        if (mask, device) in self._tables:
+            return self._tables[mask, device]
         if self.kept_pairs[..., :1, :1].numel() * self.q_length * self.key_count > _MOST_PAIRS:
             raise ValueError(
                 f"the model's mask is not a pattern, and {self.q_length} x {self.key_count} pairs of each of "
@@ -215,7 +214,7 @@ class ModelMask(FlexBlockMask):
         if mask is not None:
             table = mask if isinstance(mask, BlockMask) else compile_cached(mask, self.q_length, self.key_count, _BLOCK, device)
             kept = kept & table.to_dense()
-        return BlockMask.from_dense(kept, _BLOCK)
+        return self._tables.setdefault((mask, device), BlockMask.from_dense(kept, _BLOCK))
 
 
 _FIELDS = tuple(inspect.signature(ModelMask.__init__).parameters)[1:]
@@ -351,9 +350,15 @@ def _set_padding(mask: ModelMask, exist: torch.Tensor) -> None:
     mask.key_starts, mask.key_stops = (t.clamp(min=0).to(torch.int32) for t in (starts, stops))
 
 
-def convert_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> ModelMask:
-    """Returns the mask of a tensor of pairs passed to the model, True or 0 where a pair is kept; converted once per tensor, but in
-    each layer for one made in inference mode, which does not count the writes to it."""
+def read_model_mask(mask: Any, query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> ModelMask:
+    """Returns the model's own mask of a call. mask: from ``create_model_mask``; None for a causal or a full mask within the window;
+    or a tensor of pairs passed to the model, True or 0 where a pair is kept. A tensor is converted once, but in each layer if it
+    was made in inference mode, which does not count the writes to it."""
+    if mask is None:
+        return ModelMask(query.shape[2], key.shape[2], "causal" if causal else "full", window, key_count=key.shape[2])
+    if isinstance(mask, ModelMask):
+        made_in_graph = mask.key_count is None and not torch.compiler.is_compiling()
+        return mask.changed(key_count=int(mask.key_count_tensor)) if made_in_graph else mask
     cached = None if mask.is_inference() else getattr(mask, "_sparse_flash", None)
     if cached is not None and cached[0] == mask._version:
         return cached[1]
@@ -375,7 +380,7 @@ def convert_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> 
         raise ValueError(f"an attention mask of pairs must be bool, or 0 and -inf in a floating-point type; got {mask.dtype}")
     model_mask = ModelMask(q_length, kv_length, kept_pairs=kept, key_count=kv_length)
     if not mask.is_inference():
-        mask._sparse_flash = mask._version, model_mask  # type: ignore[attr-defined]  # cached on the tensor
+        mask._sparse_flash = mask._version, model_mask  # cached on the tensor
     return model_mask
 
 
