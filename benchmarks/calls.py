@@ -22,10 +22,9 @@ from .program import RowFile, add_device, create_parser
 from .results import environment
 
 Call = Callable[[], Any]  # returns a tensor
-Leaves = tuple[torch.Tensor, ...]
 
 
-def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, tuple[Call, Leaves]]:
+def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, tuple[Call, tuple[torch.Tensor, ...]]]:
     """Returns the measured calls, and what they differentiate by, by name. q, k, v: (1, heads, tokens, head_dim)."""
     tokens, device = q.shape[2], q.device
     window = sf.compile_mask("causal & local(256)", tokens, device=device)
@@ -54,7 +53,7 @@ def calls_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, tup
     return {name: (call, packed if name == "packed documents" else (q, k, v)) for name, call in calls.items()}
 
 
-def measure(call: Call, leaves: Leaves, gradients: bool, seconds: float) -> dict[str, float]:
+def measure(call: Call, leaves: tuple[torch.Tensor, ...], gradients: bool, seconds: float) -> dict[str, float]:
     """Returns host_us, and each_us of calls without a pause; without gradients, on a GPU, also graph_us. gradients: both passes."""
 
     def run() -> object:
@@ -84,8 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     file = RowFile(options.out / "calls.json", {"environment": environment(options.device)}, "rows")
     for tokens in options.tokens:
         size = 1, options.heads, tokens, options.head_dim
-        leaves = tuple(torch.randn(size, device=options.device, dtype=dtype, requires_grad=True) for _ in range(3))
-        calls = calls_of(*leaves)
+        calls = calls_of(*(torch.randn(size, device=options.device, dtype=dtype, requires_grad=True) for _ in range(3)))
         for name, (call, by) in calls.items():
             for gradients in (False, True)[: 1 if name == "one query of a cache" else 2]:
                 of_pytorch = measure(*calls["PyTorch's, causal"], gradients, options.seconds)["host_us"]
