@@ -16,8 +16,10 @@ FLOAT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-def gluon_descriptor(tensor: torch.Tensor, block_shape: list[int], layout=TILE_LAYOUT) -> TensorDescriptor:
-    """Returns Gluon's descriptor for tiles of ``block_shape``."""
+def gluon_descriptor(tensor: torch.Tensor, block_shape: list[int], layout=None) -> TensorDescriptor:
+    """Returns Gluon's descriptor for tiles of ``block_shape``. layout: None for the one of operands in 16 bits, or in e4m3."""
+    if layout is None:
+        layout = TILE_LAYOUT if tensor.element_size() == 2 else EIGHT_BIT_LAYOUTS[block_shape[3]]
     # Bypasses the constructor, whose checks the back end has already made.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = tensor

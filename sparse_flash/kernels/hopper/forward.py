@@ -27,7 +27,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -40,43 +39,21 @@ from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessor
 from ..launch.order import concurrent_heads
 from ..portable.sinks import add_sink
 from .configs import EightBitConfig
-from .descriptors import EIGHT_BIT_LAYOUTS, TILE_LAYOUT, gluon_descriptor, table_pointers, tile_queue
+from .descriptors import gluon_descriptor, table_pointers, tile_queue
 from .division import column_constants, items_and_tiles, plan_eight_bits, plan_forward
 from .dropout import Dropout, new_dropout
+from .eight_bits import NO_SCALES, Scales, new_eight_bits
 from .lengths import PAST_THE_END, TokenLengths, load_existing, new_barrier, new_lengths
 from .masks import LOWEST, load_row_words, load_run_words, where_bits, words_below, words_within
-from .pairs import from_pairs, split_columns, to_pairs
-from .products import (
-    keep_rows,
-    new_sums,
-    scale_rows,
-    stage_pieces,
-    start_pieces_product,
-    start_product,
-    store_columns,
-    wait_for_sums,
-    write_columns,
-    write_rows,
-)
-from .quads import from_quads
+from .products import keep_rows, new_sums, scale_rows, stage_pieces, start_pieces_product, store_columns, write_columns, write_rows
 from .quantization import Operands, quantize_operands
 from .ring import PingPong, Ring, allocate_tiles, new_ping_pong, new_ring
 from .scheduler import Heads, Queue, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoringInputs, new_scoring
-from .softmax import (
-    fold_by_maximum,
-    fold_first_quads,
-    fold_first_step,
-    fold_lazily,
-    fold_quads_lazily,
-    new_row_state,
-    reduce_threads,
-    rescale_sums,
-)
+from .sixteen_bits import SixteenBits
 from .variant import PLAIN, HopperVariant, hopper_variant
 
 GROUP_QUERIES = gl.constexpr(64)  # queries per warp group
-ONES = gl.constexpr(8)  # columns of ones that sum weights in e4m3, the fewest of a product
 COMBINED = tl.constexpr(32)  # queries per program that combines splits
 
 # New lengths, heads or masks never recompile.
@@ -114,12 +91,44 @@ class ForwardShape:
     SPLIT: bool  # whether rows may be split
     SCORED: bool  # as REACH: see ``common.variant``
     REACH: int
+    DROPPED: bool  # whether there is dropout
     EIGHT: bool = False  # whether operands are e4m3: see ``eight_bits``
 
     @property
     def QUERIES(self) -> int:
         """Queries of a tile."""
         return 64 * self.GROUPS
+
+    @property
+    def VARIED(self) -> bool:
+        """Whether scores are more than scaled products, or weights are dropped."""
+        return self.SCORED or self.DROPPED
+
+    @property
+    def PING_PONG(self) -> bool:
+        """Whether two warp groups alternate in starting their products: otherwise, with narrow heads, they drift into computing at
+        the same time."""
+        return self.GROUPS == 2 and self.USED_V <= 96 and not (self.WIDE or self.VARIED or self.EIGHT)
+
+    @property
+    def OVERLAPPED_FULL(self) -> bool:
+        """Whether weighted values also overlap the warp group's next weights, in steps of full blocks. Three groups lack the
+        registers (docs/performance/kernels.md has the figures)."""
+        return self.GROUPS < 3 if self.EIGHT else self.OVERLAPPED_PARTIAL or (self.GROUPS == 2 and self.DIM_V <= 128)
+
+    @property
+    def OVERLAPPED_PARTIAL(self) -> bool:
+        """The same of partial blocks: it does not pay for rows of few steps."""
+        return self.VARIED or self.PING_PONG
+
+    @property
+    def V_ROWS(self) -> int:
+        """Of a tile of values in shared memory, transposed in e4m3, whose products need that."""
+        return self.DIM_V if self.EIGHT else self.KEYS
+
+    @property
+    def V_COLUMNS(self) -> int:
+        return self.KEYS if self.EIGHT else self.DIM_V
 
 
 class Outputs(NamedTuple):
@@ -130,26 +139,6 @@ class Outputs(NamedTuple):
     out_of_splits: Any  # partial results of each split of a tile, until ``combine_kernel`` merges them
     lse_of_splits: Any
     sinks: Any = None  # (heads,), logits that join the softmax
-
-
-class Scales(NamedTuple):
-    """Pointers to float32, with operands in e4m3; otherwise None."""
-
-    q: Any = None  # (batch, heads, blocks of 64 queries)
-    k: Any = None  # (batch, kv_heads)
-    v: Any = None  # as k
-    lse: Any = None  # (batch, heads, q_len): to add to lse
-
-
-NO_SCALES = Scales()
-
-
-@record
-class TileScales:
-    """Holds factors of a tile, with operands in e4m3; otherwise arbitrary numbers."""
-
-    scores: gl.tensor  # of the warp group's queries
-    values: gl.tensor
 
 
 @record
@@ -176,12 +165,8 @@ class ForwardArguments:
     k: Ring  # one stage per step
     v: Ring
     ping_pong: PingPong  # of the warp groups, if PING_PONG
-    scales: gl.tuple  # ``Scales``
-    staging: gl.shared_memory_descriptor  # of results, a tile for each warp group, with EIGHT
-    ones: gl.shared_memory_descriptor  # (ONES, KEYS), with EIGHT
+    weights: tl.core.base_value  # of scores: ``SixteenBits`` or ``EightBits``
     SHAPE: gl.constexpr  # ``ForwardShape``
-    VARIED: gl.constexpr  # whether scores are more than scaled products, or weights are dropped
-    PING_PONG: gl.constexpr  # whether two warp groups alternate in starting their products
 
 
 @gluon.jit
@@ -295,50 +280,6 @@ def _load_tile_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constex
 
 
 @gluon.jit
-def _load_scales(p, tile, HALF_INDEX: gl.constexpr):
-    """Returns the ``TileScales`` of a tile's queries of this warp group."""
-    scales = TileScales(p.scoring.scale, p.scoring.scale)
-    if p.SHAPE.EIGHT:
-        query = tile.first + HALF_INDEX * GROUP_QUERIES
-        block = tile.batch_head * ((p.q_len + (GROUP_QUERIES - 1)) // GROUP_QUERIES) + query // GROUP_QUERIES
-        of_queries = gl.load(p.scales.q + block, mask=(query >= 0) & (query < p.q_len), other=1.0)
-        kv_batch_head = tile.batch_head // p.heads.group
-        of_scores = p.scoring.factor() * of_queries * gl.load(p.scales.k + kv_batch_head)
-        scales = TileScales(of_scores, gl.load(p.scales.v + kv_batch_head))
-    return scales
-
-
-@gluon.jit
-def _start_values(p, kept, values, sums, no_sums):
-    """Starts the weighted values of a step, which are added to sums. With EIGHT they are added to nothing, and a product with ones
-    sums the weights."""
-    dtype: gl.constexpr = p.q_tensor.dtype
-    if p.SHAPE.EIGHT:
-        weights = from_quads(kept, dtype, gl.DotOperandLayout(0, no_sums[0].type.layout, 4))
-        again = gl.convert_layout(weights, gl.DotOperandLayout(0, no_sums[1].type.layout, 4))
-        started = (
-            warpgroup_mma(weights, values.permute((1, 0)), no_sums[0], use_acc=False, is_async=True),
-            warpgroup_mma(again, p.ones.permute((1, 0)), no_sums[1], use_acc=False, is_async=True),
-        )
-    else:
-        started = start_product(from_pairs(kept, dtype, gl.DotOperandLayout(0, sums[0].type.layout, 2)), values, sums)
-    return started
-
-
-@gluon.jit
-def _wait_for_values(p, started, sums, running_sum, PENDING: gl.constexpr):
-    """Returns the sums of values and of weights after the products that ``_start_values`` started. Only with EIGHT do these change
-    the sums of weights."""
-    finished_values = wait_for_sums(started, PENDING)
-    if p.SHAPE.EIGHT:
-        # The tensor cores' own sums keep about 14 bits, these 24.
-        of_weights, _ = split_columns(finished_values[1])
-        running_sum += gl.convert_layout(of_weights, running_sum.type.layout)
-        finished_values = (sums[0] + finished_values[0],)
-    return finished_values, running_sum
-
-
-@gluon.jit
 def _fold_steps(
     p,
     tile,
@@ -351,7 +292,6 @@ def _fold_steps(
     terms,
     factor,
     zeros,
-    no_sums,
     HALF_INDEX: gl.constexpr,
     MASKED: gl.constexpr,
 ):
@@ -359,16 +299,9 @@ def _fold_steps(
     the scores of its own step and the weighted values of the previous step. Runs and bits share one loop, as each copy of the loop
     costs a second of compilation."""
     sums, kept, running_max, running_sum = state
-    score_layout: gl.constexpr = zeros.type.layout
-    PRODUCTS: gl.constexpr = len(no_sums)
-    # Whether weighted values also overlap the warp group's own next weights. It does not pay for rows of few steps, nor with three
-    # groups, which lack the registers (docs/performance/kernels.md has the figures).
-    OVERLAPPED: gl.constexpr = (
-        not MASKED and p.SHAPE.QUERIES < 3 * GROUP_QUERIES
-        if p.SHAPE.EIGHT
-        else p.VARIED or p.PING_PONG or (p.SHAPE.QUERIES == 2 * GROUP_QUERIES and p.SHAPE.DIM_V <= 128 and not MASKED)
-    )
-    dtype: gl.constexpr = p.q_tensor.dtype
+    OVERLAPPED: gl.constexpr = p.SHAPE.OVERLAPPED_PARTIAL if MASKED else p.SHAPE.OVERLAPPED_FULL
+    first_query = tile.first + HALF_INDEX * GROUP_QUERIES
+    position = tile.position  # read only if VARIED
     for number in range(begin, end):
         entry = begin + (end - 1 - number) if MASKED and p.scheduler.DOWN else number
         before = step
@@ -377,51 +310,40 @@ def _fold_steps(
         keys = stage_pieces(p.k, step, 0, p.SHAPE.PIECES)
         values = p.v.stage(before)
         if MASKED:
-            words = _mask_words(p, tile, entry, HALF_INDEX, score_layout)
-        if p.dropout.ENABLED or p.scoring.SCORED:
+            words = _mask_words(p, tile, entry, HALF_INDEX, zeros.type.layout)
+        if p.SHAPE.VARIED:
             position = p.scheduler.position(tile, entry, end)
         p.k.wait(step)
-        if p.PING_PONG:
+        if p.SHAPE.PING_PONG:
             p.ping_pong.take(before - turn, HALF_INDEX)
         # (1) S = Q K^T
         started_scores = start_pieces_product(q, keys, zeros, p.SHAPE.USED)
         p.v.wait(before)
         # (2) O += P V of the previous step
-        started_values = _start_values(p, kept, values, sums, no_sums)
-        if p.PING_PONG:
+        started_values = p.weights.start_values(kept, values, sums)
+        if p.SHAPE.PING_PONG:
             p.ping_pong.pass_on(HALF_INDEX)
-        scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
+        scores = warpgroup_mma_wait(len(started_values), deps=(started_scores,))
         p.k.release(step)
         if p.SHAPE.WIDE:
             # Full blocks are last. If the tile has none, the last partial block is.
             is_last = number + 1 == end
             p.q.release(turn, pred=is_last & (tile.begin == tile.runs) if MASKED else is_last)
         if p.scoring.SCORED:
-            scores = p.scoring.scored(scores, terms, tile.first + HALF_INDEX * GROUP_QUERIES, position)
+            scores = p.scoring.scored(scores, terms, first_query, position)
         if MASKED:
             scores = where_bits(scores, words, LOWEST)
         if not OVERLAPPED:
-            sums, running_sum = _wait_for_values(p, started_values, sums, running_sum, 0)
+            sums, running_sum = p.weights.add_values(started_values, sums, running_sum, 0)
             p.v.release(before)
         # P = exp2(S - maximum)
-        if p.VARIED:
-            weights, rescale, running_max, running_sum = fold_by_maximum(scores, running_max, running_sum, factor)
-            if p.dropout.ENABLED:
-                weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * GROUP_QUERIES, position)
-            kept = to_pairs(weights, dtype)
-        elif p.SHAPE.EIGHT:
-            kept, rescale, running_max = fold_quads_lazily(scores, running_max, factor)
-        else:
-            kept, rescale, running_max, running_sum = fold_lazily(scores, running_max, running_sum, factor, dtype)
+        kept, rescale, running_max, running_sum = p.weights.next(
+            scores, running_max, running_sum, factor, stream, first_query, position
+        )
         if OVERLAPPED:
-            sums, running_sum = _wait_for_values(p, started_values, sums, running_sum, 0)
+            sums, running_sum = p.weights.add_values(started_values, sums, running_sum, 0)
             p.v.release(before)
-        if p.VARIED:
-            sums = scale_rows(sums, rescale)
-        else:
-            sums = rescale_sums(sums, rescale)
-        if p.SHAPE.EIGHT:
-            running_sum *= rescale
+        sums, running_sum = p.weights.rescale(sums, running_sum, rescale)
     return (sums, kept, running_max, running_sum), step
 
 
@@ -446,15 +368,11 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     zeros = gl.zeros([GROUP_QUERIES, p.SHAPE.KEYS], gl.float32, layout=score_layout)
     no_values = new_sums(GROUP_QUERIES, p.SHAPE.DIM_V, p.SHAPE.USED_V, DEPTH)
-    no_sums = no_values
-    if p.SHAPE.EIGHT:
-        no_sums = (no_values[0], new_sums(GROUP_QUERIES, ONES, ONES, DEPTH)[0])
-    dtype: gl.constexpr = p.q_tensor.dtype
 
     step = 0
     turn = 0
     tile = p.scheduler.tile(0)
-    scales = _load_scales(p, tile, HALF_INDEX)
+    scales = p.weights.load_scales(p, tile, tile.first + HALF_INDEX * GROUP_QUERIES)
     p.q.wait(0)
     p.k.wait(0)
     q, keys = stage_pieces(p.q, 0, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES), stage_pieces(p.k, 0, 0, p.SHAPE.PIECES)
@@ -467,9 +385,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         stream = p.dropout.stream(tile.batch_head)
         terms = p.scoring.load_head_terms(p.heads, tile.batch_head)
         first_query = tile.first + HALF_INDEX * GROUP_QUERIES
-        factor = p.scoring.factor()
-        if p.SHAPE.EIGHT:
-            factor = scales.scores
+        factor = p.weights.factor(p, scales)
         if p.scoring.SCORED:
             scores = p.scoring.scored(scores, terms, first_query, tile.position)
         if tile.end > tile.runs:
@@ -477,16 +393,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             scores = where_bits(scores, _mask_words(p, tile, entry, HALF_INDEX, score_layout), LOWEST)
         elif tile.begin == tile.end:
             scores = gl.full([GROUP_QUERIES, p.SHAPE.KEYS], -float("inf"), gl.float32, layout=score_layout)
-        if p.VARIED:
-            running_max, running_sum = new_row_state(scores)
-            weights, _, running_max, running_sum = fold_by_maximum(scores, running_max, running_sum, factor)
-            if p.dropout.ENABLED:
-                weights = p.dropout.zero_dropped(weights, stream, first_query, tile.position)
-            kept = to_pairs(weights, dtype)
-        elif p.SHAPE.EIGHT:
-            kept, running_max, running_sum = fold_first_quads(scores, factor)
-        else:
-            kept, running_max, running_sum = fold_first_step(scores, factor, dtype)
+        kept, running_max, running_sum = p.weights.first(scores, factor, stream, first_query, tile.position)
         if not p.SHAPE.WIDE:
             if turn > 0:
                 # The previous tile's output, in the stage of its queries, has probably been read by now, so this wait is short.
@@ -496,13 +403,9 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         # The first step, which is done above, has a partial block if the row has any.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
             begin, end = p.scheduler.other_partial_steps(tile)
-            state, step = _fold_steps(
-                p, tile, state, turn, step, begin, end, stream, terms, factor, zeros, no_sums, HALF_INDEX, True
-            )
+            state, step = _fold_steps(p, tile, state, turn, step, begin, end, stream, terms, factor, zeros, HALF_INDEX, True)
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
-        state, step = _fold_steps(
-            p, tile, state, turn, step, first, tile.runs, stream, terms, factor, zeros, no_sums, HALF_INDEX, False
-        )
+        state, step = _fold_steps(p, tile, state, turn, step, first, tile.runs, stream, terms, factor, zeros, HALF_INDEX, False)
         sums, kept, running_max, running_sum = state
         if p.SHAPE.WIDE:
             p.scheduler.slots.release(turn)
@@ -510,20 +413,19 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         # (2) O += P V of the last step overlaps (1) S = Q K^T of the next tile's first.
         values = p.v.stage(step)
         p.v.wait(step)
-        started_values = _start_values(p, kept, values, sums, no_sums)
+        started_values = p.weights.start_values(kept, values, sums)
         upcoming = p.scheduler.tile(turn + 1)
-        of_values = scales.values
-        scales = _load_scales(p, upcoming, HALF_INDEX)
+        scales_before = scales
+        scales = p.weights.load_scales(p, upcoming, upcoming.first + HALF_INDEX * GROUP_QUERIES)
         p.q.wait(turn + 1)
         p.k.wait(step + 1)
         q = stage_pieces(p.q, turn + 1, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES)
         keys = stage_pieces(p.k, step + 1, 0, p.SHAPE.PIECES)
         started_scores = start_pieces_product(q, keys, zeros, p.SHAPE.USED)
-        sums, running_sum = _wait_for_values(p, started_values, sums, running_sum, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
+        sums, running_sum = p.weights.add_values(started_values, sums, running_sum, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
         p.v.release(step)
 
-        if not p.VARIED:
-            running_max, running_sum = reduce_threads(running_max, running_sum, row_layout, p.SHAPE.EIGHT)
+        running_max, running_sum = p.weights.of_rows(running_max, running_sum, row_layout)
         of_sink = 1.0
         if p.outputs.sinks is not None:
             of_sink, running_max, running_sum = _add_sink(p, tile, running_max, running_sum)
@@ -537,13 +439,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         if p.dropout.ENABLED:
             divisor *= p.dropout.share()
         lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
-        if p.SHAPE.EIGHT:
-            query = first_query + gl.arange(0, GROUP_QUERIES, layout=row_layout)
-            shift = p.scales.lse + tile.batch_head.to(gl.int64) * p.q_len + query
-            lse += gl.load(shift, mask=query < p.q_len, other=0.0)
-        by_row = of_sink / divisor
-        if p.SHAPE.EIGHT:
-            by_row *= of_values
+        by_row, lse = p.weights.dequantize(p, tile, scales_before, of_sink / divisor, lse, first_query)
         result = scale_rows(sums, by_row)
         if p.lengths.Q_CUT:
             result = keep_rows(result, gl.where(keeps_nothing, 0, -1))
@@ -579,10 +475,7 @@ def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
         stop = tile.stop if p.SHAPE.OWN_STARTS else p.out_tensor.shape[2]
         write_rows(p.out_tensor, p.outputs.out, batch, head, first_row, stop, result)
     else:
-        if p.SHAPE.EIGHT:
-            out = p.staging.index(HALF_INDEX)
-        else:
-            out = p.q.stage(turn, HALF_INDEX)
+        out = p.weights.staging(p, turn, HALF_INDEX)
         store_columns(out, result)
         fence_async_shared()
         batch, head = p.heads.of(tile.batch_head)
@@ -630,16 +523,7 @@ def attention_forward_kernel(
         allocate_tiles(dtype, TURNS * GROUPS * PIECES, GROUP_QUERIES, WIDTH), TURNS, PIECES=GROUPS * PIECES, CONSUMERS=GROUPS
     )
     k = new_ring(allocate_tiles(dtype, STAGES * PIECES, SHAPE.KEYS, WIDTH), STAGES, PIECES=PIECES, CONSUMERS=GROUPS)
-    staging, ones = q.data, q.data
-    if SHAPE.EIGHT:
-        v = new_ring(allocate_tiles(dtype, STAGES, SHAPE.DIM_V, SHAPE.KEYS), STAGES, CONSUMERS=GROUPS)
-        staging = allocate_tiles(out_tensor.dtype, GROUPS, GROUP_QUERIES, SHAPE.DIM_V)
-        ones = allocate_tiles(dtype, 1, ONES, SHAPE.KEYS).index(0)
-        layout: gl.constexpr = gl.BlockedLayout([1, SHAPE.KEYS // 32], [8, 4], [1, 4], [1, 0])
-        # By its bits: Triton 3.6's assembler repeats a converted constant wrongly.
-        ones.store(gl.full([ONES, SHAPE.KEYS], 0x38, gl.int8, layout=layout).to(dtype, bitcast=True))
-    else:
-        v = new_ring(allocate_tiles(dtype, STAGES, SHAPE.KEYS, SHAPE.DIM_V), STAGES, CONSUMERS=GROUPS)
+    v = new_ring(allocate_tiles(dtype, STAGES, SHAPE.V_ROWS, SHAPE.V_COLUMNS), STAGES, CONSUMERS=GROUPS)
     strides = mask_batch_stride, mask_head_stride
     table = TableArguments(*table, *strides, SHAPE.BLOCK, SHAPE.SPARSE, SHAPE.OWN_STARTS)
     heads_of = Heads(heads, group)
@@ -652,11 +536,12 @@ def attention_forward_kernel(
     if lengths.KV_CUT:
         arrived = new_barrier()
     dropout = new_dropout(variant)
-    VARIED: gl.constexpr = dropout.ENABLED or SHAPE.SCORED
-    # With narrow heads, two groups without this drift into computing at the same time.
-    PING_PONG: gl.constexpr = GROUPS == 2 and SHAPE.USED_V <= 96 and not (SHAPE.WIDE or VARIED or SHAPE.EIGHT)
+    if SHAPE.EIGHT:
+        weights = new_eight_bits(scales, dtype, out_tensor.dtype, SHAPE)
+    else:
+        weights = SixteenBits(dropout, dtype, SHAPE.VARIED)
     ping_pong = PingPong(q.full, q.full)
-    if PING_PONG:
+    if SHAPE.PING_PONG:
         ping_pong = new_ping_pong()
     # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()
@@ -682,12 +567,8 @@ def attention_forward_kernel(
         k=k,
         v=v,
         ping_pong=ping_pong,
-        scales=scales,
-        staging=staging,
-        ones=ones,
+        weights=weights,
         SHAPE=SHAPE,
-        VARIED=VARIED,
-        PING_PONG=PING_PONG,
     )
     if GROUPS == 1:
         gl.warp_specialize([(_compute, (p, 0)), (_load_tiles, (p,)), (schedule, (scheduler,))], [1, 1], [24, 24])
@@ -864,18 +745,16 @@ def _forward_launch(
     if scales is not NO_SCALES:
         head_dim = v_head_dim = v.shape[2]
     switches = of_variant.switches
-    starts, scored = tables is not None and tables.starts is not None, (switches["SCORED"], switches["REACH"])
-    shape = forward_shape(config, head_dim, v_head_dim, tables and tables.block_size, starts, split_rows > 0, *scored)
+    starts = tables is not None and tables.starts is not None
+    of_variant_switches = switches["SCORED"], switches["REACH"], of_variant.dropout_p is not None
+    shape = forward_shape(config, head_dim, v_head_dim, tables and tables.block_size, starts, split_rows > 0, *of_variant_switches)
     dim, dim_v, width = shape.DIM, shape.DIM_V, shape.DIM // shape.PIECES
     items, tiles = items_and_tiles(q.shape, tables, config.queries)
     pointers, strides = table_pointers(tables, tables and tables.by_query, tables.by_query.work if tables else lse, lse)
-    layout, of_values, layout_v = TILE_LAYOUT, [config.keys, dim_v], TILE_LAYOUT
-    if shape.EIGHT:
-        layout, of_values, layout_v = EIGHT_BIT_LAYOUTS[width], [dim_v, config.keys], EIGHT_BIT_LAYOUTS[config.keys]
     arguments = [
-        gluon_descriptor(q, [1, 1, GROUP_QUERIES.value, width], layout),
-        gluon_descriptor(k, [1, 1, config.keys, width], layout),
-        gluon_descriptor(v, [1, 1, *of_values], layout_v),
+        gluon_descriptor(q, [1, 1, GROUP_QUERIES.value, width]),
+        gluon_descriptor(k, [1, 1, config.keys, width]),
+        gluon_descriptor(v, [1, 1, shape.V_ROWS, shape.V_COLUMNS]),
         gluon_descriptor(out, [1, 1, GROUP_QUERIES.value, dim_v]),
         Outputs(out, lse, split_out, split_lse, sinks),
         pointers,
