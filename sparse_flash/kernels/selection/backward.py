@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.compat import Constants
 from ..common.config import padded_head_dim
 from ..common.grid import tile_and_batch_head
 from ..common.tiles import LOG2_E, load_tile, store_tile
@@ -203,8 +204,8 @@ def picked_grads(operands: SelectionOperands, lists, parts, dk_sums, dv_sums, si
     operands, widths = _arguments(operands._replace(dout=operands.q) if masses else operands, n)
     arguments = [*operands, operands[-1] if parts is None else parts, dk_sums, dv_sums, lists.entries, lists.items]
     arguments += [round.number * count, *sizes.integers(round), scale, scale * LOG2_E.value]
-    constants = sizes.constants(*widths, PARTS=0 if parts is None else sizes.block // n, MASSES=masses)
-    launch(picked_grads_kernel, (count, sizes.block // n), arguments, constants, config.options)
+    shape = sizes.shape(*widths, PARTS=0 if parts is None else sizes.block // n, MASSES=masses)
+    launch(picked_grads_kernel, (count, sizes.block // n), arguments, {"C": Constants(shape)}, config.options)
 
 
 def _arguments(operands: SelectionOperands, tile_n: int) -> tuple[list, tuple[int, int, int]]:
@@ -291,7 +292,8 @@ def always_grads(
     arguments = [*operands, dk_sums, dv_sums, picks, columns.items, always_arguments(always, True, operands[-1])]
     arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
     grid = columns.items.shape[1] * (always.block_size // config.tile_n), round.heads
-    launch(always_grads_kernel, grid, arguments, sizes.constants(*widths, always=always), config.options)
+    constants = {"C": Constants(sizes.shape(*widths, always=always))}
+    launch(always_grads_kernel, grid, arguments, constants, config.options)
 
 
 @triton.jit
@@ -460,5 +462,5 @@ def sum_query_grads(
     arguments = [*operands, as_rows(dq, widths[0]), picks, *tables, lists.counts, parts if visited is None else q]
     arguments += [always_arguments(always, False, operands[-1]), *sizes.integers(round), scale, scale * LOG2_E.value]
     of_picks = {"PARTS": parts.shape[1]} if visited is None else {"WIDTH": visited.blocks.shape[3]}
-    constants = sizes.constants(*widths, always=always, **of_picks)
+    constants = {"C": Constants(sizes.shape(*widths, always=always, **of_picks))}
     launch(sum_query_grads_kernel, sizes.tiles_of(round), arguments, constants, config.options)

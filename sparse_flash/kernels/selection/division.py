@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..common.compat import Constants
 from ..common.config import SECOND_AXIS
 
 # wgmma begins at 64 rows. Tiles of 128 rows were slower everywhere: docs/performance/selection.md, "Tile sizes".
@@ -127,10 +126,10 @@ class SelectionSizes(NamedTuple):
         """The most keys of a step that is within one block of both tables."""
         return self.block if always is None else min(self.block, always.block_size)
 
-    def constants(self, *widths: int, always=None, **more: int) -> dict[str, Constants]:
-        """The kernels' argument C, of a ``PickedShape``. widths: DIM, DIM_V, TILE_N. always: None or a BlockMask. more: fields."""
+    def shape(self, *widths: int, always=None, **more: int) -> PickedShape:
+        """widths: DIM, DIM_V, TILE_N. always: None or a BlockMask. more: fields."""
         of_call = self.every, self.members, self.pickers, self.slots, *self.tiled, self.block
-        return {"C": Constants(PickedShape(*of_call, *widths, always.block_size if always else 0, **more))}
+        return PickedShape(*of_call, *widths, always.block_size if always else 0, **more)
 
 
 def padded_count(count: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.compat import Constants
 from ..common.config import padded_head_dim
 from ..common.tiles import LN_2, LOG2_E, load_tile
 from ..launch.launch import as_rows, descriptor_or_rows, launch
@@ -136,7 +137,8 @@ def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: Sel
     arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v)]
     arguments += [part_lse if parts is None else parts, part_lse]
     arguments += [lists.entries, lists.items, round.number * count, *sizes.integers(round), scale * LOG2_E.value]
-    launch(picked_parts_kernel, (count, 1), arguments, sizes.constants(dim, dim_v, n, MASSES=parts is None), config.options)
+    constants = {"C": Constants(sizes.shape(dim, dim_v, n, MASSES=parts is None))}
+    launch(picked_parts_kernel, (count, 1), arguments, constants, config.options)
 
 
 @triton.jit
@@ -261,5 +263,5 @@ def visit_blocks(
     arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), as_rows(out, dim_v), lse, picks]
     arguments += [visited.counts, visited.blocks, visited.bits, *((listed, parts, part_lse) if merges else (lse, lse, lse))]
     arguments += [always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
-    constants = sizes.constants(dim, dim_v, n, always=always, WIDTH=visited.blocks.shape[3], PARTS=int(merges))
-    launch(visit_blocks_kernel, sizes.tiles_of(round), arguments, constants, config.options)
+    shape = sizes.shape(dim, dim_v, n, always=always, WIDTH=visited.blocks.shape[3], PARTS=int(merges))
+    launch(visit_blocks_kernel, sizes.tiles_of(round), arguments, {"C": Constants(shape)}, config.options)
