@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.compat import Constants
 from ..common.config import padded_head_dim
 from ..common.grid import tile_and_batch_head
 from ..common.tiles import LOG2_E, load_tile, store_tile
@@ -31,8 +30,10 @@ from .tiles import (
     SelectionOperands,
     VisitedBlocks,
     always_arguments,
+    block_of,
     causal_mask,
     choices_of_rows,
+    constants_of,
     find_unpicked_pairs,
     index_of_rows,
     is_picked,
@@ -204,8 +205,8 @@ def picked_grads(operands: SelectionOperands, lists, parts, dk_sums, dv_sums, si
     operands, widths = _arguments(operands._replace(dout=operands.q) if masses else operands, n)
     arguments = [*operands, operands[-1] if parts is None else parts, dk_sums, dv_sums, lists.entries, lists.items]
     arguments += [round.number * count, *sizes.integers(round), scale, scale * LOG2_E.value]
-    shape = sizes.shape(*widths, PARTS=0 if parts is None else sizes.block // n, MASSES=masses)
-    launch(picked_grads_kernel, (count, sizes.block // n), arguments, {"C": Constants(shape)}, config.options)
+    constants = {"C": constants_of(sizes, *widths, PARTS=0 if parts is None else sizes.block // n, MASSES=masses)}
+    launch(picked_grads_kernel, (count, sizes.block // n), arguments, constants, config.options)
 
 
 def _arguments(operands: SelectionOperands, tile_n: int) -> tuple[list, tuple[int, int, int]]:
@@ -292,7 +293,7 @@ def always_grads(
     arguments = [*operands, dk_sums, dv_sums, picks, columns.items, always_arguments(always, True, operands[-1])]
     arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
     grid = columns.items.shape[1] * (always.block_size // config.tile_n), round.heads
-    constants = {"C": Constants(sizes.shape(*widths, always=always))}
+    constants = {"C": constants_of(sizes, *widths, ALWAYS=always.block_size)}
     launch(always_grads_kernel, grid, arguments, constants, config.options)
 
 
@@ -347,7 +348,7 @@ def sum_key_grads(grad, sums, lists, columns, always, sizes: SelectionSizes, rou
     beside = (sums.pieces, lists.starts, 0) if columns is None else (sums.always, columns.starts, columns.items.shape[1])
     arguments = [as_rows(grad, dim), sums.pieces, lists.starts, *beside[:2], sums.pieces if sums.before is None else sums.before]
     arguments += [round.number * lists.starts.shape[1], round.head, sizes.kv_heads, sizes.key_blocks, beside[2], factor]
-    constants = {"DIM": dim, "KEYS": keys, "BLOCK": sizes.block, "ALWAYS": always.block_size if always else 0}
+    constants = {"DIM": dim, "KEYS": keys, "BLOCK": sizes.block, "ALWAYS": block_of(always)}
     constants |= {"CONTINUES": round.choice > 0, "ENDS": round.choice + round.choices == sizes.choices}
     launch(sum_key_grads_kernel, (triton.cdiv(sizes.kv_len, keys), round.heads), arguments, constants, {"num_warps": 4})
 
@@ -462,5 +463,5 @@ def sum_query_grads(
     arguments = [*operands, as_rows(dq, widths[0]), picks, *tables, lists.counts, parts if visited is None else q]
     arguments += [always_arguments(always, False, operands[-1]), *sizes.integers(round), scale, scale * LOG2_E.value]
     of_picks = {"PARTS": parts.shape[1]} if visited is None else {"WIDTH": visited.blocks.shape[3]}
-    constants = {"C": Constants(sizes.shape(*widths, always=always, **of_picks))}
+    constants = {"C": constants_of(sizes, *widths, ALWAYS=block_of(always), **of_picks)}
     launch(sum_query_grads_kernel, sizes.tiles_of(round), arguments, constants, config.options)

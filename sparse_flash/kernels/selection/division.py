@@ -126,11 +126,6 @@ class SelectionSizes(NamedTuple):
         """The most keys of a step that is within one block of both tables."""
         return self.block if always is None else min(self.block, always.block_size)
 
-    def shape(self, *widths: int, always=None, **more: int) -> PickedShape:
-        """widths: DIM, DIM_V, TILE_N. always: None or a BlockMask. more: fields."""
-        of_call = self.every, self.members, self.pickers, self.slots, *self.tiled, self.block
-        return PickedShape(*of_call, *widths, always.block_size if always else 0, **more)
-
 
 def padded_count(count: int) -> int:
     """The power of two, at least 2, that Triton needs for an axis of ``count``."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.compat import Constants
 from ..common.config import padded_head_dim
 from ..common.tiles import LN_2, LOG2_E, load_tile
 from ..launch.launch import as_rows, descriptor_or_rows, launch
@@ -28,8 +27,10 @@ from .tiles import (
     SelectionOperands,
     VisitedBlocks,
     always_arguments,
+    block_of,
     causal_mask,
     choices_of_rows,
+    constants_of,
     find_unpicked_pairs,
     index_of_rows,
     load_rows,
@@ -137,7 +138,7 @@ def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: Sel
     arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v)]
     arguments += [part_lse if parts is None else parts, part_lse]
     arguments += [lists.entries, lists.items, round.number * count, *sizes.integers(round), scale * LOG2_E.value]
-    constants = {"C": Constants(sizes.shape(dim, dim_v, n, MASSES=parts is None))}
+    constants = {"C": constants_of(sizes, dim, dim_v, n, MASSES=parts is None)}
     launch(picked_parts_kernel, (count, 1), arguments, constants, config.options)
 
 
@@ -263,5 +264,6 @@ def visit_blocks(
     arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), as_rows(out, dim_v), lse, picks]
     arguments += [visited.counts, visited.blocks, visited.bits, *((listed, parts, part_lse) if merges else (lse, lse, lse))]
     arguments += [always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
-    shape = sizes.shape(dim, dim_v, n, always=always, WIDTH=visited.blocks.shape[3], PARTS=int(merges))
-    launch(visit_blocks_kernel, sizes.tiles_of(round), arguments, {"C": Constants(shape)}, config.options)
+    of_tiles = {"ALWAYS": block_of(always), "WIDTH": visited.blocks.shape[3], "PARTS": int(merges)}
+    constants = {"C": constants_of(sizes, dim, dim_v, n, **of_tiles)}
+    launch(visit_blocks_kernel, sizes.tiles_of(round), arguments, constants, config.options)

@@ -17,7 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.compat import Constants
 from ..common.config import padded_head_dim
 from ..common.gluon import barrier, copy_elements, opaque_zero, record
 from ..common.tiles import LOG2_E
@@ -40,6 +39,7 @@ from .hopper_gathering import (
     store_by_rows,
     storing_layout,
 )
+from .tiles import constants_of
 
 # Tiles of gathered queries, and of their gradients, in shared memory, by padded head_dim and keys of an item.
 STAGES = {(64, 64): 6, (64, 128): 6, (128, 64): 4, (128, 128): 4}
@@ -436,6 +436,6 @@ def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, round, scale: 
     arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), dout, log2_sum, delta, q if parts is None else parts]
     arguments += [dk_sums, dv_sums, *list_arguments(lists, round), *row_arguments(q), *row_arguments(dout)]
     arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
-    constants = {"STAGES": STAGES[dim, keys], "WITH_QUERIES": parts is not None, "C": Constants(sizes.shape(dim, dim, keys))}
+    constants = {"STAGES": STAGES[dim, keys], "WITH_QUERIES": parts is not None, "C": constants_of(sizes, dim, dim, keys)}
     grid = min(lists.items.shape[1] * (sizes.block // keys), multiprocessors(q.device)), 1
     launch(picked_grads_kernel, grid, arguments, constants, {"num_warps": keys // 16})

@@ -14,7 +14,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.compat import Constants
 from ..common.config import padded_head_dim
 from ..common.gluon import record
 from ..common.tiles import FLOOR, LOG2_E
@@ -37,6 +36,7 @@ from .hopper_gathering import (
     store_by_rows,
     storing_layout,
 )
+from .tiles import constants_of
 
 # Tiles of gathered queries in shared memory, and blocks of keys with their values, by padded head_dim and keys of a step.
 STAGES = {(64, 64): (8, 2), (64, 128): (8, 2), (128, 64): (8, 2), (128, 128): (5, 2)}
@@ -245,6 +245,6 @@ def picked_parts(operands, lists, parts, part_lse, sizes, round, scale: float) -
     block = [1, 1, keys, dim]
     arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), parts, part_lse, *list_arguments(lists, round)]
     arguments += [*row_arguments(q), *sizes.integers(round), scale * LOG2_E.value]
-    constants = {"STAGES": stages, "KEY_STAGES": key_stages, "C": Constants(sizes.shape(dim, dim, keys))}
+    constants = {"STAGES": stages, "KEY_STAGES": key_stages, "C": constants_of(sizes, dim, dim, keys)}
     grid = min(lists.items.shape[1], multiprocessors(q.device)), 1
     launch(picked_parts_kernel, grid, arguments, constants, {"num_warps": 4})

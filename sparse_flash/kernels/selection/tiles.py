@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.compat import Constants
 from ..common.tiles import BlockPositions, TableEntries, where_kept
-from .division import TILE_ROWS
+from ..launch.memory import cached_until_cleared
+from .division import TILE_ROWS, PickedShape, SelectionSizes
 
 ROWS = tl.constexpr(TILE_ROWS)
 
@@ -31,6 +33,14 @@ class SelectionOperands(NamedTuple):
 INTEGERS = ["first_head", "first_choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
 
 
+@cached_until_cleared
+def constants_of(sizes: SelectionSizes, *widths: int, **more: int) -> Constants:
+    """A kernel's argument C, of a ``PickedShape``. widths: DIM, DIM_V, TILE_N. more: its later fields."""
+    return Constants(
+        PickedShape(sizes.every, sizes.members, sizes.pickers, sizes.slots, *sizes.tiled, sizes.block, *widths, **more)
+    )
+
+
 class AlwaysKept(NamedTuple):
     """The table, by query or by key, of pairs that are kept whatever was picked, as kernels take it."""
 
@@ -40,6 +50,11 @@ class AlwaysKept(NamedTuple):
     tile_idx: Any
     tile_runs: Any
     tile_bits: Any
+
+
+def block_of(always) -> int:
+    """The block size of what is always kept, 0 if there is none."""
+    return always.block_size if always else 0
 
 
 def always_arguments(always, by_key: bool, placeholder) -> AlwaysKept:
