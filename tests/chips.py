@@ -38,11 +38,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LOOP = ("portable/row_loop", "portable/lengths", "portable/scores", "portable/dropout")
 COMMON = (*LOOP, "common/tiles", "common/philox", "common/variant")
 SOURCES = {
-    "forward": ("portable/forward", *COMMON),
+    "forward": ("portable/forward", "portable/softmax", *COMMON),
     "grad_q": ("portable/backward", *COMMON),
     "grad_kv": ("portable/backward", *COMMON),
     "grad_qkv": ("portable/backward", *COMMON),
-    "decode": ("portable/decode", "common/tiles"),
+    "decode": ("portable/decode", "portable/softmax", "common/tiles"),
     "packed": ("packed/repack", "packed/rows", "packed/spans"),
 }
 

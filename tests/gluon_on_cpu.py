@@ -38,7 +38,7 @@ from triton.runtime.jit import JITCallable
 import sparse_flash as sf
 from sparse_flash.backends import Call, hopper
 from sparse_flash.backends import triton as portable_backend
-from sparse_flash.kernels.common.gluon import Constants
+from sparse_flash.kernels.common.compat import Constants
 from sparse_flash.kernels.common.tiles import Rows
 from sparse_flash.kernels.hopper import backward, forward
 from sparse_flash.kernels.launch.launch import Recording

@@ -21,7 +21,7 @@ def measured(monkeypatch):
     measuring = False
 
     def launched(kernel, grid, arguments, constants, options, *more):
-        config = constants["TILE_M"], constants["TILE_N"], options["num_warps"], options["num_stages"]
+        config = constants["SHAPE"].TILE_M, constants["SHAPE"].TILE_N, options["num_warps"], options["num_stages"]
         (during if measuring else others).append((kernel.fn.__name__, config))
         return as_it_is(kernel, grid, arguments, constants, options, *more)
 

@@ -76,8 +76,9 @@ def test_a_kernel_that_does_not_fit_takes_smaller_tiles_and_is_not_tried_again(m
 
     def launched(kernel, grid, arguments, constants, options, *more):
         if kernel is forward.attention_forward_kernel:
-            needed = constants["TILE_N"] * options["num_stages"]
-            ran.append((constants["TILE_M"], constants["TILE_N"], options["num_stages"], needed <= limit))
+            shape = constants["SHAPE"]
+            needed = shape.TILE_N * options["num_stages"]
+            ran.append((shape.TILE_M, shape.TILE_N, options["num_stages"], needed <= limit))
             if needed > limit:
                 raise OutOfResources(needed, limit, "shared memory")
         return as_it_is(kernel, grid, arguments, constants, options, *more)

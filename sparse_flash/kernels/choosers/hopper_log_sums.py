@@ -16,7 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.gluon import Constants, record
+from ..common.compat import Constants
+from ..common.gluon import record
 from ..common.layout import as_addressable
 from ..common.tiles import LOG2_E
 from ..hopper.descriptors import gluon_descriptor

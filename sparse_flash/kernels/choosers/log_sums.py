@@ -15,6 +15,7 @@ from ..common.config import Config, padded_head_dim
 from ..common.layout import as_contiguous_rows
 from ..common.tiles import LOG2_E
 from ..launch.launch import Recording, integers_key, launch_or_repeat_alike, run_within_memory
+from ..portable.softmax import update
 
 UNSEEN_PRODUCT = tl.constexpr(-1.0e30)  # of products that a row does not see, finite
 UNSEEN_BELOW = tl.constexpr(-1.0e20)  # logits below this are of columns that the row does not see
@@ -154,9 +155,7 @@ def shares_kernel(
         total = tl.sum(tl.math.exp2(found - most[:, None]), 1)
         for first in range(BLOCKS, seen, BLOCKS):
             more = _load_sums(sums, place, blocks, start, sees, exists, first, PER_ROW, PER_BLOCK, BLOCKS)
-            new = tl.maximum(most, tl.max(more, 1))
-            total = total * tl.math.exp2(most - new) + tl.sum(tl.math.exp2(more - new[:, None]), 1)
-            most = new
+            _, _, most, total = update(most, total, more, 1.0)
         whole = most + tl.math.log2(tl.maximum(total, 1.0e-30))
         for first in range(0, blocks, BLOCKS):
             if first > 0:

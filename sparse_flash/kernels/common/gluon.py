@@ -1,8 +1,6 @@
 """One set of names for what differs between the Triton releases that these kernels run on (3.6 to 3.9)."""
 
-from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import triton
 from triton._C.libtriton import ir
@@ -57,19 +55,6 @@ def opaque_zero(near):
     """0, but to the compiler a new value each time. An address that includes it is computed where it is used; otherwise the
     compiler computes all addresses of a loop before it, and spills them. near: any int32 scalar."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [near], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@dataclass(frozen=True)
-class Constants:
-    """Gives a kernel the attributes of a frozen dataclass, computed ones too, as compile-time constants. Triton 3.6 and 3.7 do not
-    take plain numbers everywhere."""
-
-    of: Any
-
-    def __getattr__(self, name: str) -> gl.constexpr:
-        if name.startswith("_"):  # asked for by copy and pickle before ``of`` is set
-            raise AttributeError(name)
-        return gl.constexpr(getattr(self.of, name))
 
 
 def record(cls):

@@ -17,8 +17,8 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..common.compat import Constants
 from ..common.config import padded_head_dim, used_columns
-from ..common.gluon import Constants
 from ..common.layout import as_addressable, is_addressable, layouts, restore_layout
 from ..common.tiles import LOG2_E
 from ..launch.launch import Recording, as_rows, descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments

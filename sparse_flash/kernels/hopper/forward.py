@@ -30,8 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..common.compat import Constants
 from ..common.config import padded_head_dim
-from ..common.gluon import Constants, async_store, opaque_zero, record, store_wait, view_for_tma
+from ..common.gluon import async_store, opaque_zero, record, store_wait, view_for_tma
 from ..common.grid import tile_and_batch_head
 from ..common.layout import as_addressable, empty_out, is_addressable, layouts, restore_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile

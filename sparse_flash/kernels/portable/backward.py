@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.config import Config, padded_head_dim
+from ..common.config import padded_head_dim
 from ..common.layout import as_addressable, is_addressable, layouts, restore_layout
 from ..common.tiles import (
     CUT,
@@ -43,23 +43,12 @@ from ..common.tiles import (
     store_tile,
     where_kept,
 )
-from ..common.variant import kernel_variant, launch_options
-from ..launch.autotune import tuned_config
-from ..launch.launch import (
-    NOT_SPECIALIZED,
-    Recording,
-    descriptor_or_rows,
-    launch_or_repeat,
-    length_key,
-    loop_arguments,
-    multiprocessors,
-    program_count,
-    run_within_memory,
-)
-from ..launch.order import concurrent_grid_heads
-from .configs import adapt_to_variant, builtin_config, detect_gpu, takes_one_launch
+from ..common.variant import kernel_variant
+from ..launch.launch import NOT_SPECIALIZED, launch_or_repeat, multiprocessors
+from .configs import takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import has_padding, is_valid
+from .passes import Passes
 from .row_loop import (
     Scoring,
     Sizes,
@@ -204,52 +193,23 @@ def _compute_grad_q(slot, batch_head, tensors, dq_tensor, scale, rows, table, si
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def grad_q_kernel(
-    q_tensor,
-    k_tensor,
-    v_tensor,
-    out_tensor,
-    dout_tensor,
-    dq_tensor,
-    lse_ptr,
-    dlse_ptr,
-    delta_ptr,
-    table,
-    mask_batch_stride,
-    mask_head_stride,
-    heads,
-    group,
-    q_len,
-    kv_len,
-    q_blocks,
-    scale,
-    score_scale,
-    variant,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-    SCORED: tl.constexpr,
-    REACH: tl.constexpr,
-    SCORE: tl.constexpr,
-    DERIVATIVE: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-):
-    """dQ, and delta = rowsum(dOut * Out) - dLse for the next pass: one program per query tile and head. DIM: padded head_dim of q,
-    k and dQ. DIM_V: padded head_dim of v, out and dOut."""
-    slot, batch_head = slot_and_batch_head(count_tiles(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE))
-    # fmt: off
+    q_tensor, k_tensor, v_tensor, out_tensor, dout_tensor, dq_tensor, lse_ptr, dlse_ptr, delta_ptr,
+    table, mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, q_blocks,
+    scale, score_scale, variant,
+    SHAPE: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,
+):  # fmt: skip
+    """dQ, and delta = rowsum(dOut * Out) - dLse for the next pass: one program per query tile and head. The rest as for
+    ``attention_forward_kernel``."""
+    slot, batch_head = slot_and_batch_head(count_tiles(q_blocks, q_len, SHAPE.TILE_M, SHAPE.BLOCK, SHAPE.SPARSE))
     _compute_grad_q(
         slot, batch_head,
-        _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, delta_ptr, dlse_ptr if HAS_DLSE else None),
+        _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, delta_ptr, dlse_ptr if SHAPE.HAS_DLSE else None),
         dq_tensor, scale,
         TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
-        TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
-        Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
-        Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
-    )
-    # fmt: on
+        TableEntries(*table[4:], SHAPE.BLOCK, SHAPE.SPARSE),
+        Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, False),
+        Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
+    )  # fmt: skip
 
 
 class _KeyOperands(NamedTuple):
@@ -396,121 +356,58 @@ def _compute_grad_kv(slot, batch_head, tensors, dk_tensor, dv_tensor, scale, row
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def grad_kv_kernel(
-    q_tensor,
-    k_tensor,
-    v_tensor,
-    dout_tensor,
-    dk_tensor,
-    dv_tensor,
-    lse_ptr,
-    delta_ptr,
-    table,
-    mask_batch_stride,
-    mask_head_stride,
-    heads,
-    group,
-    q_len,
-    kv_len,
-    kv_blocks,
-    scale,
-    score_scale,
-    variant,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-    SCORED: tl.constexpr,
-    REACH: tl.constexpr,
-    SCORE: tl.constexpr,
-    DERIVATIVE: tl.constexpr,
-):
-    """dK and dV: one program per key tile and key head, over the ``group`` query heads that share it. DIM, DIM_V: see
-    ``grad_q_kernel``."""
-    slot, batch_head = slot_and_batch_head(count_tiles(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE))
-    # fmt: off
+    q_tensor, k_tensor, v_tensor, dout_tensor, dk_tensor, dv_tensor, lse_ptr, delta_ptr,
+    table, mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, kv_blocks,
+    scale, score_scale, variant,
+    SHAPE: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,
+):  # fmt: skip
+    """dK and dV: one program per key tile and key head, over the ``group`` query heads that share it."""
+    slot, batch_head = slot_and_batch_head(count_tiles(kv_blocks, kv_len, SHAPE.TILE_N, SHAPE.BLOCK, SHAPE.SPARSE))
     _compute_grad_kv(
         slot, batch_head,
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, None, lse_ptr, delta_ptr, None),
         dk_tensor, dv_tensor, scale,
         TableRows(table, mask_batch_stride, mask_head_stride, kv_blocks),
-        TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
-        Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
-        Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
-    )
-    # fmt: on
+        TableEntries(*table[4:], SHAPE.BLOCK, SHAPE.SPARSE),
+        Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, True),
+        Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def grad_qkv_kernel(
-    q_tensor,
-    k_tensor,
-    v_tensor,
-    out_tensor,
-    dout_tensor,
-    dq_tensor,
-    dk_tensor,
-    dv_tensor,
-    lse_ptr,
-    dlse_ptr,
-    columns,
-    kv_blocks,
-    rows,
-    mask_batch_stride,
-    mask_head_stride,
-    heads,
-    group,
-    q_len,
-    kv_len,
-    q_blocks,
-    scale,
-    score_scale,
-    variant,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-    SCORED: tl.constexpr,
-    REACH: tl.constexpr,
-    SCORE: tl.constexpr,
-    DERIVATIVE: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-):
+    q_tensor, k_tensor, v_tensor, out_tensor, dout_tensor, dq_tensor, dk_tensor, dv_tensor, lse_ptr, dlse_ptr, columns, kv_blocks,
+    rows, mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, q_blocks,
+    scale, score_scale, variant,
+    SHAPE: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,
+):  # fmt: skip
     """``grad_kv_kernel`` and ``grad_q_kernel`` in one grid. Each key head has the programs of its key tiles, which have more to do,
     then the programs of the query tiles of all query heads that share the key head. columns, rows: the tables by key and by
     query."""
-    tensors = _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, None, dlse_ptr if HAS_DLSE else None)
-    key_tiles = count_tiles(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE)
-    query_tiles = count_tiles(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE)
+    dlse = dlse_ptr if SHAPE.HAS_DLSE else None
+    tensors = _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, None, dlse)
+    key_tiles = count_tiles(kv_blocks, kv_len, SHAPE.TILE_N, SHAPE.BLOCK, SHAPE.SPARSE)
+    query_tiles = count_tiles(q_blocks, q_len, SHAPE.TILE_M, SHAPE.BLOCK, SHAPE.SPARSE)
     slot, batch_head = slot_and_batch_head(key_tiles + group * query_tiles)
+    # Records are arguments, not variables: as variables, their constants would become tensors.
+    # fmt: off
     if slot < key_tiles:
         _compute_grad_kv(
-            slot,
-            batch_head,
-            tensors,
-            dk_tensor,
-            dv_tensor,
-            scale,
+            slot, batch_head, tensors, dk_tensor, dv_tensor, scale,
             TableRows(columns, mask_batch_stride, mask_head_stride, kv_blocks),
-            TableEntries(columns.index, columns.tile_idx, columns.tile_runs, columns.tile_bits, TABLE_BLOCK, SPARSE),
-            Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
-            Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),  # in a variable, its constants would become tensors
+            TableEntries(*columns[4:], SHAPE.BLOCK, SHAPE.SPARSE),
+            Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, True),
+            Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
         )
     else:
         _compute_grad_q(
-            (slot - key_tiles) % query_tiles,
-            batch_head * group + (slot - key_tiles) // query_tiles,
-            tensors,
-            dq_tensor,
-            scale,
+            (slot - key_tiles) % query_tiles, batch_head * group + (slot - key_tiles) // query_tiles, tensors, dq_tensor, scale,
             TableRows(rows, mask_batch_stride, mask_head_stride, q_blocks),
-            TableEntries(rows.index, rows.tile_idx, rows.tile_runs, rows.tile_bits, TABLE_BLOCK, SPARSE),
-            Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
-            Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
+            TableEntries(*rows[4:], SHAPE.BLOCK, SHAPE.SPARSE),
+            Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, False),
+            Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
         )
+    # fmt: on
 
 
 def attention_backward(call, dout, dlse, out, lse):
@@ -537,125 +434,14 @@ def _run(call, dout, dlse, out, lse, recording):
     tokens = len(q) * (heads * q_len + kv_heads * kv_len)
     one_launch = not learned and takes_one_launch(tokens, multiprocessors(q.device))  # without atomics, which a learned bias needs
     dq, dk, dv = (recording.fresh(torch.empty_like(t)) for t in (q, k, v))
-    delta = lse if one_launch else recording.fresh(torch.empty_like(lse))
-    tensors = _CallTensors(q, k, v, out, dout, lse, lse if dlse is None else dlse, delta, dq, dk, dv)
-    passes = _Passes(recording, tensors, mask, call.scale, dlse is not None)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv, "lse": lse}
+    tensors["dlse"] = lse if dlse is None else dlse
+    dims = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
+    passes = Passes(recording, tensors, mask, call.scale, *dims, dlse is not None)
     if one_launch:
         passes.run("grad_qkv", grad_qkv_kernel, kernel_variant(variant))
     else:
+        tensors["delta"] = recording.fresh(torch.empty_like(lse))
         passes.run("grad_q", grad_q_kernel, kernel_variant(variant, drel_bias))
         passes.run("grad_kv", grad_kv_kernel, kernel_variant(variant))
     return dq, dk, dv, drel_bias
-
-
-class _CallTensors(NamedTuple):
-    """dlse: lse, if there is none. delta: lse, if no kernel stores it."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    dout: torch.Tensor
-    lse: torch.Tensor
-    dlse: torch.Tensor
-    delta: torch.Tensor
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
-
-    @property
-    def dims(self) -> tuple[int, int]:
-        """The padded head_dims of q and k, and of v."""
-        return padded_head_dim(self.q.shape[3]), padded_head_dim(self.v.shape[3])
-
-
-class _Passes(NamedTuple):
-    """The launches of a call. of_variant: see ``kernel_variant``."""
-
-    recording: Recording
-    tensors: _CallTensors
-    mask: Any
-    scale: float
-    has_dlse: bool
-
-    def run(self, name: str, kernel, of_variant: tuple) -> None:
-        """Launches grad_q, grad_kv, or grad_qkv, which is both, with the GPU's config, or a smaller one if that does not fit."""
-        q, k, v = self.tensors.q, self.tensors.k, self.tensors.v
-        given, switches, kinds = of_variant
-        block_size, dims, chip = self.mask and self.mask.block_size, self.tensors.dims, detect_gpu(q.device)
-        # Both passes in one launch take the tiles of dK and dV.
-        tiles, changes = "grad_q" if name == "grad_q" else "grad_kv", "grad_kv" if name == "grad_kv" else "grad_q"
-        config = builtin_config(chip, tiles, q.dtype, q.shape[3], block_size, v.shape[3])
-        config = adapt_to_variant(config, changes, chip, given, switches, max(dims))
-
-        def launch(config: Config) -> None:
-            getattr(self, name)(config, of_variant)
-
-        def key() -> tuple:
-            facts = q.device, q.dtype, *dims, block_size, kinds, *switches.values()
-            return name, *facts, self.has_dlse, given.rel_bias_gradient is not None
-
-        if given.rel_bias_gradient is None:  # which every launch adds to
-            sizes = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
-            config = tuned_config(kernel, launch, config, block_size, key, sizes, self.recording)
-        run_within_memory(launch, config, key)
-
-    def grad_q(self, config: Config, of_variant: tuple) -> None:
-        t, table = self.tensors, self.mask and self.mask.by_query
-        arguments = [*self._descriptors(config, "q k v out dout dq"), t.lse, t.dlse, t.delta]
-        arguments += loop_arguments(self.mask, table, t.q, t.k, t.lse)
-        grid = self._grid(self._query_tiles(config), t.q, t.k)
-        self._launch(grad_q_kernel, config, of_variant, grid, arguments, config.tile_m, config.tile_n, HAS_DLSE=self.has_dlse)
-
-    def grad_kv(self, config: Config, of_variant: tuple) -> None:
-        t, table = self.tensors, self.mask and self.mask.by_key
-        arguments = [
-            *self._descriptors(config, "q k v dout dk dv"),
-            t.lse,
-            t.delta,
-            *loop_arguments(self.mask, table, t.q, t.k, t.lse),
-        ]
-        grid = self._grid(self._key_tiles(config), t.k, t.q)
-        self._launch(grad_kv_kernel, config, of_variant, grid, arguments, config.tile_n, config.tile_m)
-
-    def grad_qkv(self, config: Config, of_variant: tuple) -> None:
-        t, mask = self.tensors, self.mask
-        columns, *_, kv_blocks = loop_arguments(mask, mask and mask.by_key, t.q, t.k, t.lse)
-        rows = loop_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
-        arguments = [*self._descriptors(config, "q k v out dout dq dk dv"), t.lse, t.dlse, columns, kv_blocks, *rows]
-        group = t.q.shape[1] // t.k.shape[1]
-        grid = self._grid(self._key_tiles(config) + group * self._query_tiles(config), t.k, t.q)
-        largest = max(config.tile_m, config.tile_n)
-        self._launch(grad_qkv_kernel, config, of_variant, grid, arguments, largest, config.tile_n, HAS_DLSE=self.has_dlse)
-
-    def _grid(self, tiles: int, own: torch.Tensor, others: torch.Tensor) -> tuple[int, int]:
-        """The grid for ``tiles`` of each head of ``own``, which iterate over ``others``."""
-        batch_heads, rows = own.shape[0] * own.shape[1], others.shape[2]
-        bytes_of_head = 2 * rows * sum(self.tensors.dims) * max(1, others.shape[1] // own.shape[1])
-        together = concurrent_grid_heads(bytes_of_head, rows, self.mask, batch_heads, by_key=own is self.tensors.k)
-        return tiles * together, batch_heads // together
-
-    def _descriptors(self, config: Config, names: str) -> list:
-        dim, dim_v = self.tensors.dims
-        shapes = {"q": (config.tile_m, dim), "k": (config.tile_n, dim), "v": (config.tile_n, dim_v), "out": (config.tile_m, dim_v)}
-        return [descriptor_or_rows(getattr(self.tensors, name), *shapes[name.removeprefix("d")]) for name in names.split()]
-
-    def _query_tiles(self, config: Config) -> int:
-        mask = self.mask
-        return program_count(mask and mask.by_query, self.tensors.q.shape[2], config.tile_m, mask and mask.block_size)
-
-    def _key_tiles(self, config: Config) -> int:
-        mask = self.mask
-        return program_count(mask and mask.by_key, self.tensors.k.shape[2], config.tile_n, mask and mask.block_size)
-
-    def _launch(self, kernel, config: Config, of_variant, grid, arguments, rows: int, step: int, **constants) -> None:
-        """rows: of the largest tile of results. step: tokens that a step adds."""
-        given, switches, kinds = of_variant
-        dim, dim_v = self.tensors.dims
-        # In the order of the kernel's signature.
-        of_tiles = {"DIM": dim, "DIM_V": dim_v, "TILE_M": config.tile_m, "TILE_N": config.tile_n}
-        of_table = {"TABLE_BLOCK": self.mask.block_size if self.mask else step, "SPARSE": self.mask is not None}
-        constants = {**of_tiles, **of_table, **switches, **constants}
-        arguments = [*arguments, self.scale, self.scale * LOG2_E.value, given]
-        prepared = grid, arguments, constants, launch_options(config, given, switches, rows)
-        self.recording.launch(kernel, prepared, (*length_key(self.tensors.q.shape[2]), *kinds))

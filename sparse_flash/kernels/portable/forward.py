@@ -14,10 +14,8 @@ from ..common.config import padded_head_dim
 from ..common.layout import as_addressable, empty_out, is_addressable, layouts, restore_out
 from ..common.tiles import (
     CUT,
-    FLOOR,
     FULL,
     LN_2,
-    LOG2_E,
     TableEntries,
     TableRows,
     kept_pairs,
@@ -26,21 +24,11 @@ from ..common.tiles import (
     store_tile,
     where_kept,
 )
-from ..common.variant import kernel_variant, launch_options
-from ..launch.autotune import tuned_config
-from ..launch.launch import (
-    NOT_SPECIALIZED,
-    descriptor_or_rows,
-    launch_or_repeat,
-    length_key,
-    loop_arguments,
-    program_count,
-    run_within_memory,
-)
-from ..launch.order import concurrent_grid_heads
-from .configs import adapt_to_variant, builtin_config, detect_gpu
+from ..common.variant import kernel_variant
+from ..launch.launch import NOT_SPECIALIZED, launch_or_repeat
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import has_padding, is_valid
+from .passes import Passes
 from .row_loop import (
     Scoring,
     Sizes,
@@ -54,6 +42,7 @@ from .row_loop import (
 )
 from .scores import compute_scores
 from .sinks import add_sink
+from .softmax import init_softmax, log_of_sum, update
 
 
 class _Operands(NamedTuple):
@@ -87,26 +76,20 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
         scores = tl.dot(operands.q, k.T, input_precision="ieee")  # (1)
         if scoring.SCORED:
             scores = compute_scores(scores, place, sizes, scoring, KIND)
-        if KIND == FULL and not scoring.SCORED:
-            new_max = tl.maximum(running_max, tl.max(scores, 1) * scoring.scale)
-            weights = tl.math.exp2(scores * scoring.scale - new_max[:, None])
-        else:
-            if KIND != FULL:
-                block = locate_in_block(place, step, table, sizes)
-                if KIND != CUT:
-                    kept = kept_pairs(table, step // STEPS, block, KIND)
-            if not scoring.SCORED:
-                scores *= scoring.scale
+        factor = 1.0 if scoring.SCORED else scoring.scale
+        if KIND != FULL:
+            block = locate_in_block(place, step, table, sizes)
+            if KIND != CUT:
+                kept = kept_pairs(table, step // STEPS, block, KIND)
+            scores *= factor
+            factor = 1.0
             if KIND == CUT:
                 scores = where_kept(scores, -float("inf"), entries.kind, table, step // STEPS, block)
                 exists = is_valid(entries.valid, position + tl.arange(0, TILE_N))
                 scores = tl.where(exists[None, :], scores, -float("inf"))
-            elif KIND != FULL:
+            else:
                 scores = tl.where(kept, scores, -float("inf"))
-            new_max = tl.maximum(running_max, tl.max(scores, 1))
-            weights = tl.math.exp2(scores - new_max[:, None])
-        rescale = tl.math.exp2(running_max - new_max)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        weights, rescale, running_max, running_sum = update(running_max, running_sum, scores, factor)
         accumulator = accumulator * rescale[:, None]
         if variant.seed is not None:
             survives = kept_by_dropout(variant, operands.stream, place, sizes)
@@ -116,7 +99,6 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
         if KIND == CUT:  # a weight of 0 times anything is not always 0
             v = tl.where(exists[:, None], v, 0.0)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")  # (2)
-        running_max = new_max
         position = upcoming
     return accumulator, running_max, running_sum
 
@@ -129,71 +111,42 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     slot, batch_head = slot_and_batch_head(count_tiles(rows.count, sizes.q_len, TILE_M, table.BLOCK, table.SPARSE))
     tile, bounds = query_tile(slot, batch_head, rows, table, sizes)
     q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
-    state = (
-        tl.zeros([TILE_M, sizes.DIM_V], tl.float32),
-        tl.full([TILE_M], FLOOR, tl.float32),
-        tl.zeros([TILE_M], tl.float32),
-    )
+    state = init_softmax(TILE_M, sizes.DIM_V)
     valid, valid_keys = load_axis_ranges(tile.first, tile.batch, sizes, variant)
     operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile, sizes))
     state = add_row(_add_keys, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
     if variant.sinks is not None:
         state = add_sink(state, tl.load(variant.sinks + tile.head))
     accumulator, running_max, running_sum = state
-    keeps_nothing = running_sum == 0.0
     query = tile.first + tl.arange(0, TILE_M)
+    exists = None
     if has_padding(variant.q_starts, variant.q_lens):
         exists = is_valid(valid, query)
-        keeps_nothing |= ~exists
         accumulator = tl.where(exists[:, None], accumulator, 0.0)
-    total = tl.where(keeps_nothing, 1.0, running_sum)
+    total, log = log_of_sum(running_max, running_sum, exists)
     divisor = total
     if variant.seed is not None:
         divisor *= 1.0 - variant.dropout_p
     store_tile(out_tensor, accumulator / divisor[:, None], tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
-    lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
-    tl.store(lse_ptr + tile.batch_head.to(tl.int64) * sizes.q_len + query, lse, mask=query < sizes.q_len)
+    tl.store(lse_ptr + tile.batch_head.to(tl.int64) * sizes.q_len + query, log * LN_2, mask=query < sizes.q_len)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_forward_kernel(
-    q_tensor,
-    k_tensor,
-    v_tensor,
-    out_tensor,
-    lse_ptr,
-    table,
-    mask_batch_stride,
-    mask_head_stride,
-    heads,
-    group,
-    q_len,
-    kv_len,
-    q_blocks,
-    score_scale,
-    variant,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-    SCORED: tl.constexpr,
-    REACH: tl.constexpr,
-    SCORE: tl.constexpr,
-    DERIVATIVE: tl.constexpr,
-):
-    """One program per query tile and head. score_scale: scale * log2(e). group: query heads that share a key head. DIM: padded
-    head_dim of q and k, DIM_V: of v and out. variant, SCORED, REACH, SCORE, DERIVATIVE: see ``common.variant``."""
-    # fmt: off
+    q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr,
+    table, mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, q_blocks,
+    score_scale, variant,
+    SHAPE: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,
+):  # fmt: skip
+    """One program per query tile and head. score_scale: scale * log2(e). group: query heads that share a key head. SHAPE:
+    ``LoopShape``. variant, SCORE, DERIVATIVE: see ``common.variant``."""
     _compute_tile(
         q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr,
         TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
-        TableEntries(table.index, table.tile_idx, table.tile_runs, table.tile_bits, TABLE_BLOCK, SPARSE),
-        Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
-        Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
-    )
-    # fmt: on
+        TableEntries(*table[4:], SHAPE.BLOCK, SHAPE.SPARSE),
+        Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, False),
+        Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
+    )  # fmt: skip
 
 
 def attention_forward(call, of_copies: tuple = ()):
@@ -209,43 +162,12 @@ def _run(call, recording):
         ready = [as_addressable(t) for t in (q, k, v)]
         out, lse = attention_forward(call.on(*ready), layouts(ready))
         return restore_out(out, ready[0], q, v), lse
-    given, switches, kinds = kernel_variant(call.rest, sinks=call.sinks)
-    batch, heads, q_len, head_dim = q.shape
-    v_head_dim = v.shape[3]
-    out = recording.fresh(empty_out(q, v_head_dim))
+    out = recording.fresh(empty_out(q, v.shape[3]))
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-    table, block_size = (mask.by_query, mask.block_size) if mask else (None, None)
-    dim = padded_head_dim(head_dim)
+    dim = padded_head_dim(q.shape[3])
     # Under lengths, tiles of k and v share memory. If those of v have fewer columns and fewer than 64, ptxas 12.8 (Triton 3.6) adds
     # to an unset register for v's second address.
-    dim_v = max(padded_head_dim(v_head_dim), min(64, dim))
-    together = concurrent_grid_heads(2 * k.shape[2] * (dim + dim_v), k.shape[2], mask, batch * heads)
-
-    def launch(config):
-        m, n = config.tile_m, config.tile_n
-        arguments = [
-            descriptor_or_rows(q, m, dim),
-            descriptor_or_rows(k, n, dim),
-            descriptor_or_rows(v, n, dim_v),
-            descriptor_or_rows(out, m, dim_v),
-            lse,
-            *loop_arguments(mask, table, q, k, lse),
-            call.scale * LOG2_E.value,
-            given,
-        ]
-        constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
-        constants |= {"SPARSE": mask is not None, **switches}
-        grid = (program_count(table, q_len, m, block_size) * together, batch * heads // together)
-        prepared = grid, arguments, constants, launch_options(config, given, switches, m)
-        recording.launch(attention_forward_kernel, prepared, (*length_key(q_len), *kinds))
-
-    def key():
-        return "forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()
-
-    chip = detect_gpu(q.device)
-    config = builtin_config(chip, "forward", q.dtype, head_dim, block_size, v_head_dim)
-    config = adapt_to_variant(config, "forward", chip, given, switches, max(dim, dim_v))
-    sizes = batch * heads, q_len, k.shape[2]
-    config = tuned_config(attention_forward_kernel, launch, config, block_size, key, sizes, recording)
-    run_within_memory(launch, config, key)
+    dim_v = max(padded_head_dim(v.shape[3]), min(64, dim))
+    passes = Passes(recording, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, mask, call.scale, dim, dim_v)
+    passes.run("forward", attention_forward_kernel, kernel_variant(call.rest, sinks=call.sinks))
     return out, lse

@@ -1,6 +1,8 @@
 """Block rows of tensors, in one pass each: results of the same queries over different keys merged in place, gradients added in
 place, rows taken."""
 
+from itertools import chain
+
 import torch
 import triton
 import triton.language as tl
@@ -19,40 +21,24 @@ def _tile_tokens(batch_heads, heads, TILE: tl.constexpr):
     return (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64), token
 
 
+@triton.jit
+def _pointers(tensor, strides, batch, head, token):
+    """Pointers to tokens of a head. strides: of the tensor's axes, in its own order."""
+    return tensor + batch * strides[0] + head * strides[1] + token * strides[2]
+
+
 @triton.jit(do_not_specialize=["tokens", "batch_heads", "heads"])
 def merge_kernel(
-    out,
-    part_out,
-    lse,
-    part_lse,
-    tokens,
-    batch_heads,
-    heads,
-    dim,
-    out_batch,
-    out_head,
-    out_token,
-    out_dim,
-    part_out_batch,
-    part_out_head,
-    part_out_token,
-    part_out_dim,
-    lse_batch,
-    lse_head,
-    lse_token,
-    part_lse_batch,
-    part_lse_head,
-    part_lse_token,
-    TILE: tl.constexpr,
-    DIM: tl.constexpr,
-):
+    out, part_out, lse, part_lse, tokens, batch_heads, heads, dim, out_strides, part_out_strides, lse_strides, part_lse_strides,
+    TILE: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Unlike ``softmax.merge``: of results that are divided by their sums already, with natural logs, in float64 too."""
     batch, head, token = _tile_tokens(batch_heads, heads, TILE)
-    place = part_lse + batch * part_lse_batch + head * part_lse_head + token * part_lse_token
-    theirs = tl.load(place, mask=token < tokens, other=-float("inf"))
+    theirs = tl.load(_pointers(part_lse, part_lse_strides, batch, head, token), mask=token < tokens, other=-float("inf"))
     # Queries that keep nothing in the part stay as they are, and none of their elements is read.
     merges = theirs > -float("inf")
     merges |= theirs != theirs  # NaN stays visible
-    lse_place = lse + batch * lse_batch + head * lse_head + token * lse_token
+    lse_place = _pointers(lse, lse_strides, batch, head, token)
     mine = tl.load(lse_place, mask=merges, other=0)
     largest = tl.maximum(mine, theirs)
     weight, their_weight = tl.exp(mine - largest), tl.exp(theirs - largest)
@@ -62,40 +48,19 @@ def merge_kernel(
     tl.store(lse_place, largest + tl.log(total), mask=merges)
     column = tl.arange(0, DIM).to(tl.int64)[None, :]
     moved = merges[:, None] & (column < dim)
-    out_place = out + batch * out_batch + head * out_head + token[:, None] * out_token + column * out_dim
-    part_place = part_out + batch * part_out_batch + head * part_out_head + token[:, None] * part_out_token
+    out_place = _pointers(out, out_strides, batch, head, token[:, None]) + column * out_strides[3]
+    part_place = _pointers(part_out, part_out_strides, batch, head, token[:, None])
     values = tl.load(out_place, mask=moved, other=0).to(total.dtype) * (weight / total)[:, None]
-    part_values = tl.load(part_place + column * part_out_dim, mask=moved, other=0).to(total.dtype)
+    part_values = tl.load(part_place + column * part_out_strides[3], mask=moved, other=0).to(total.dtype)
     values += part_values * (their_weight / total)[:, None]
     tl.store(out_place, values.to(out.dtype.element_ty), mask=moved)
 
 
 @triton.jit(do_not_specialize=["tokens", "batch_heads", "heads"])
 def move_kernel(
-    whole,
-    part,
-    rows,
-    first,
-    addends,
-    tokens,
-    batch_heads,
-    heads,
-    dim,
-    whole_batch,
-    whole_head,
-    whole_token,
-    whole_dim,
-    part_batch,
-    part_head,
-    part_token,
-    part_dim,
-    LISTED: tl.constexpr,
-    TAKES: tl.constexpr,
-    SEVERAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    DIM: tl.constexpr,
-):
+    whole, part, rows, first, addends, tokens, batch_heads, heads, dim, whole_strides, part_strides,
+    LISTED: tl.constexpr, TAKES: tl.constexpr, SEVERAL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
     """Adds part to the listed rows of whole, or copies these to part (TAKES)."""
     batch, head, listed = _tile_tokens(batch_heads, heads, TILE)
     exists, of_whole = listed < tokens, listed
@@ -103,10 +68,10 @@ def move_kernel(
         of_whole = tl.load(rows + listed // BLOCK, mask=exists, other=0) * BLOCK + listed % BLOCK
     column = tl.arange(0, DIM).to(tl.int64)[None, :]
     moved = exists[:, None] & (column < dim)
-    place = whole + batch * whole_batch + head * whole_head + of_whole[:, None] * whole_token + column * whole_dim
-    parts = part + batch * part_batch + head * part_head + column * part_dim
+    place = _pointers(whole, whole_strides, batch, head, of_whole[:, None]) + column * whole_strides[3]
+    parts = part + batch * part_strides[0] + head * part_strides[1] + column * part_strides[3]
     if TAKES:
-        tl.store(parts + listed[:, None] * part_token, tl.load(place, mask=moved), mask=moved)
+        tl.store(parts + listed[:, None] * part_strides[2], tl.load(place, mask=moved), mask=moved)
     else:
         wide: tl.constexpr = tl.float64 if whole.dtype.element_ty == tl.float64 else tl.float32
         total = tl.load(place, mask=moved, other=0).to(wide)
@@ -114,9 +79,9 @@ def move_kernel(
             row = tl.program_id(0) // batch_heads * TILE // BLOCK
             for number in range(tl.load(first + row), tl.load(first + row + 1)):
                 of_part = tl.load(addends + number) * BLOCK + listed % BLOCK
-                total += tl.load(parts + of_part[:, None] * part_token, mask=moved, other=0).to(wide)
+                total += tl.load(parts + of_part[:, None] * part_strides[2], mask=moved, other=0).to(wide)
         else:
-            total += tl.load(parts + listed[:, None] * part_token, mask=moved, other=0).to(wide)
+            total += tl.load(parts + listed[:, None] * part_strides[2], mask=moved, other=0).to(wide)
         tl.store(place, total.to(whole.dtype.element_ty), mask=moved)
 
 
@@ -165,8 +130,8 @@ def _launch(kernel, tensors: list[torch.Tensor], tokens: int, most: int, more: l
     batch, heads, _, dim = tensors[1].shape
     padded = triton.next_power_of_2(dim)
     tile = min(most, max(1, _BYTES // (padded * tensors[0].element_size())))
-    numbers = [dim, *(stride for tensor in tensors for stride in tensor.stride())]
-    arguments = [*tensors, *more, tokens, batch * heads, heads, *numbers]
+    strides = [tensor.stride() for tensor in tensors]
+    arguments = [*tensors, *more, tokens, batch * heads, heads, dim, *strides]
     constants = {**switches, "TILE": tile, "DIM": padded}
     grid = triton.cdiv(tokens, tile) * batch * heads, 1
-    launch(kernel, grid, arguments, constants, {"num_warps": 4}, integers_key(numbers))
+    launch(kernel, grid, arguments, constants, {"num_warps": 4}, integers_key([dim, *chain(*strides)]))

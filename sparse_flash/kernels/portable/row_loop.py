@@ -4,6 +4,7 @@ A query tile iterates over keys; a key tile (BY_KEY) iterates over queries, thro
 created inside a kernel: Triton specializes a tuple argument's integers (1, and multiples of 16) in spite of ``do_not_specialize``.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -11,6 +12,21 @@ import triton.language as tl
 
 from ..common.tiles import BITS, CUT, FULL, RUNS, BlockPositions, dense_bounds, load_mask_number, ordered_tile, row_bounds
 from .lengths import ValidRange, find_cut_entry, find_valid_by_kind, has_padding, load_valid_range
+
+
+@dataclass(frozen=True)
+class LoopShape:
+    """The constants of a kernel, except a user's functions: Triton's cache knows a function's code only if it is an argument."""
+
+    DIM: int  # padded head_dim of q and k, as tiles have powers of two
+    DIM_V: int  # of v and out
+    TILE_M: int  # queries of a step
+    TILE_N: int  # keys of a step
+    BLOCK: int  # of the table, so that a step's place in its block takes no division; without a table, the tokens of a step
+    SPARSE: bool  # whether there is a table; a dense loop reads none
+    SCORED: bool  # whether scores are more than scaled products, which take no further instruction
+    REACH: int  # the largest distance of a relative bias
+    HAS_DLSE: bool  # whether lse has a gradient
 
 
 class Sizes(NamedTuple):

@@ -11,6 +11,7 @@ from ..common.grid import tile_and_batch_head
 from ..common.layout import as_addressable
 from ..common.tiles import LOG2_E, load_tile
 from ..launch.launch import Recording, descriptor_or_rows, launch_or_repeat_alike
+from .softmax import merge
 
 ROWS = 64  # queries that a program reads at a time
 
@@ -18,11 +19,7 @@ ROWS = 64  # queries that a program reads at a time
 @triton.jit
 def add_sink(state, sink):
     """The softmax state after one more score, natural, whose value is 0. sink: of each row, or of all; -inf for none."""
-    accumulator, running_max, running_sum = state
-    sink = sink.to(tl.float32) * LOG2_E
-    new_max = tl.maximum(running_max, sink)
-    rescale = tl.exp2(running_max - new_max)
-    return accumulator * rescale[:, None], new_max, running_sum * rescale + tl.exp2(sink - new_max)
+    return merge(state, None, (sink.to(tl.float32) * LOG2_E,), 1)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len"])

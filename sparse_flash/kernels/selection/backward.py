@@ -18,21 +18,22 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.grid import tile_and_batch_head
-from ..common.tiles import LOG2_E, TableEntries, load_tile, store_tile
+from ..common.tiles import LOG2_E, load_tile, store_tile
 from ..launch.launch import as_rows, descriptor_or_rows, launch
 from .configs import selection_config
 from .division import Round, SelectionSizes
 from .tiles import (
     INTEGERS,
     ROWS,
-    AlwaysKept,
     PickedCall,
     RowsOfTile,
     SelectionOperands,
     VisitedBlocks,
     always_arguments,
+    block_of,
     causal_mask,
     choices_of_rows,
+    constants_of,
     find_unpicked_pairs,
     index_of_rows,
     is_picked,
@@ -110,9 +111,9 @@ def _add_grads(dk, dv, weights, q, rows, v, call):
 
 @triton.jit
 def _compute_grads(
-    dk, dv, part_ptr, entries, begin, end, batch_head, block, call, CUT: tl.constexpr, PARTS: tl.constexpr
+    dk, dv, part_ptr, entries, begin, end, batch_head, block, call, CUT: tl.constexpr
 ):  # fmt: skip
-    """Sums after queries begin .. end - 1 of a list, whose parts of dQ are stored if PARTS. CUT: whether keys may follow their
+    """Sums after queries begin .. end - 1 of a list, whose parts of dQ are stored if C.PARTS. CUT: whether keys may follow their
     query."""
     C: tl.constexpr = call.C
     for step in tl.range(0, steps_of_list(begin, end, call)):
@@ -135,7 +136,7 @@ def _compute_grads(
             dk = tl.dot(dscores, q, dk, input_precision="ieee")
         else:
             dk, dv, dscores = _add_grads(dk, dv, weights, q, rows, block.v, call)
-        if PARTS:
+        if C.PARTS > 0:
             dq = tl.dot(dscores.T, block.k, input_precision="ieee") * call.scale
             part = (entry.to(tl.int64) * (C.BLOCK // C.TILE_N) + block.part) * (C.EVERY * C.MEMBERS) + rows.number
             places = part_ptr + part[:, None] * C.DIM + tl.arange(0, C.DIM)[None, :]
@@ -157,7 +158,7 @@ def _store_sums(sums, values, row):
 
 
 @triton.jit
-def _compute_piece(part_ptr, dk_ptr, dv_ptr, entries, piece, call, PARTS: tl.constexpr):
+def _compute_piece(part_ptr, dk_ptr, dv_ptr, entries, piece, call):
     C: tl.constexpr = call.C
     part = tl.program_id(1)
     begin, end = tl.load(piece + 1), tl.load(piece + 3)
@@ -171,8 +172,8 @@ def _compute_piece(part_ptr, dk_ptr, dv_ptr, entries, piece, call, PARTS: tl.con
             v = load_tile(call.v, batch, kv_head, position, C.TILE_N, C.DIM_V)
         dk, dv = _zero_sums(C.TILE_N, C.DIM, C.DIM_V)
         block = _Block(k, v, position, part)
-        dk, dv = _compute_grads(dk, dv, part_ptr, entries, begin, whole, batch_head, block, call, True, PARTS)
-        dk, dv = _compute_grads(dk, dv, part_ptr, entries, whole, end, batch_head, block, call, False, PARTS)
+        dk, dv = _compute_grads(dk, dv, part_ptr, entries, begin, whole, batch_head, block, call, True)
+        dk, dv = _compute_grads(dk, dv, part_ptr, entries, whole, end, batch_head, block, call, False)
         row = (tl.load(piece + 4).to(tl.int64) * (C.BLOCK // C.TILE_N) + part) * C.TILE_N
         _store_sums(dk_ptr, dk, row)
         if not C.MASSES:
@@ -184,17 +185,16 @@ def picked_grads_kernel(
     q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, part_ptr, dk_ptr, dv_ptr, entries, items, item,
     first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
     scale, score_scale,
-    PARTS: tl.constexpr, C: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """One program per piece of a key block's list and TILE_N keys of the block. item: the round's first. part_ptr: (entries of a
-    round, BLOCK // TILE_N, EVERY, MEMBERS, DIM), used if PARTS. dk_ptr, dv_ptr: (pieces of a round, BLOCK, DIM or DIM_V) float32.
+    round, BLOCK // TILE_N, EVERY, MEMBERS, DIM), used if C.PARTS. dk_ptr, dv_ptr: (pieces of a round, BLOCK, DIM or DIM_V) float32.
     With MASSES, log2_sum_ptr is the picked blocks' lse, (batch, heads, q_len, SLOTS), whose gradient is delta_ptr; there is no dV
     and no dOut."""
     _compute_piece(
         part_ptr, dk_ptr, dv_ptr, entries, items + (item + tl.program_id(0)) * 5,
         PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, None, None, scale, score_scale,
                    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
-        PARTS,
     )  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def picked_grads(operands: SelectionOperands, lists, parts, dk_sums, dv_sums, si
     operands, widths = _arguments(operands._replace(dout=operands.q) if masses else operands, n)
     arguments = [*operands, operands[-1] if parts is None else parts, dk_sums, dv_sums, lists.entries, lists.items]
     arguments += [round.number * count, *sizes.integers(round), scale, scale * LOG2_E.value]
-    constants = {"PARTS": parts is not None, "C": sizes.constants(*widths, masses=masses)}
+    constants = {"C": constants_of(sizes, *widths, PARTS=0 if parts is None else sizes.block // n, MASSES=masses)}
     launch(picked_grads_kernel, (count, sizes.block // n), arguments, constants, config.options)
 
 
@@ -229,9 +229,9 @@ def _config(q, v, block: int):
 
 
 @triton.jit
-def _compute_always_piece(dk_ptr, dv_ptr, items, call, QUERIES: tl.constexpr):
+def _compute_always_piece(dk_ptr, dv_ptr, items, call):
     C: tl.constexpr = call.C
-    TILES_OF_ENTRY: tl.constexpr = (C.ALWAYS + QUERIES - 1) // QUERIES
+    TILES_OF_ENTRY: tl.constexpr = (C.ALWAYS + C.QUERIES - 1) // C.QUERIES
     STEPS: tl.constexpr = TILES_OF_ENTRY * C.PICKERS
     PARTS: tl.constexpr = C.ALWAYS // C.TILE_N
     piece, part = items + tl.program_id(0) // PARTS * 5, tl.program_id(0) % PARTS
@@ -248,9 +248,9 @@ def _compute_always_piece(dk_ptr, dv_ptr, items, call, QUERIES: tl.constexpr):
         row = tl.arange(0, ROWS)
         for step in tl.range(begin * STEPS, end * STEPS, num_stages=1):
             entry = step // STEPS
-            place = step % TILES_OF_ENTRY * QUERIES + row // C.MEMBERS
-            query = tl.load(call.always.table.index + entry) * C.ALWAYS + place
-            exists = (row < QUERIES * C.MEMBERS) & (place < C.ALWAYS) & (query < call.q_len)
+            place = step % TILES_OF_ENTRY * C.QUERIES + row // C.MEMBERS
+            query = tl.load(call.always.index + entry) * C.ALWAYS + place
+            exists = (row < C.QUERIES * C.MEMBERS) & (place < C.ALWAYS) & (query < call.q_len)
             head = (kv_head * C.PICKERS + step % STEPS // TILES_OF_ENTRY) * C.MEMBERS + row % C.MEMBERS
             rows = RowsOfTile(row, query, head, row, exists, batch, kv_head)
             q = load_rows(call.q, rows, C.DIM)
@@ -260,7 +260,7 @@ def _compute_always_piece(dk_ptr, dv_ptr, items, call, QUERIES: tl.constexpr):
             picked = is_picked(choice, exists, position // C.BLOCK, call)
             kept = _causal_mask_by_key(position, rows, call) & (exists & ~picked)[None, :]
             place = tl.where(exists, place, 0)
-            weights = where_always_kept(tl.where(kept, weights, 0.0), 0.0, call.always, column, entry, place[None, :], key[:, None])
+            weights = where_always_kept(tl.where(kept, weights, 0.0), 0.0, call, column, entry, place[None, :], key[:, None])
             dk, dv, _ = _add_grads(dk, dv, weights, q, rows, v, call)
         number = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tl.load(piece + 4)
         first = (number.to(tl.int64) * PARTS + part) * C.TILE_N
@@ -270,21 +270,17 @@ def _compute_always_piece(dk_ptr, dv_ptr, items, call, QUERIES: tl.constexpr):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def always_grads_kernel(
-    q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, dk_ptr, dv_ptr, picks, items,
-    row_ptr, row_split, row_idx, tile_idx, tile_runs, tile_bits,
+    q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, dk_ptr, dv_ptr, picks, items, always,
     first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
     scale, score_scale,
-    ALWAYS: tl.constexpr, QUERIES: tl.constexpr, C: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """One program per piece of a column of what is always kept, TILE_N of its keys, and batch-head. items:
-    ``lists.Pieces``. dk_ptr, dv_ptr: (batch-heads of a round, pieces, ALWAYS, DIM or DIM_V) float32. QUERIES: of a
-    tile. ALWAYS: as in ``PickedShape``."""
+    """One program per piece of a column of what is always kept, TILE_N of its keys, and batch-head. items: ``lists.Pieces``.
+    dk_ptr, dv_ptr: (batch-heads of a round, pieces, ALWAYS, DIM or DIM_V) float32. always: ``AlwaysKept``, by key."""
     _compute_always_piece(
         dk_ptr, dv_ptr, items,
-        PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks,
-                   AlwaysKept(row_ptr, row_split, TableEntries(row_idx, tile_idx, tile_runs, tile_bits, ALWAYS, True)),
-                   scale, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
-        QUERIES,
+        PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks, always, scale, score_scale,
+                   first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
     )  # fmt: skip
 
 
@@ -294,11 +290,10 @@ def always_grads(
     """Writes sums of one round's batch-heads, over all queries. columns: ``lists.Pieces``."""
     config = _config(operands.q, operands.v, sizes.smallest_block(always))
     operands, widths = _arguments(operands, config.tile_n)
-    arguments = [*operands, dk_sums, dv_sums, picks, columns.items, *always_arguments(always, True, operands[-1])]
+    arguments = [*operands, dk_sums, dv_sums, picks, columns.items, always_arguments(always, True, operands[-1])]
     arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
-    C = sizes.constants(*widths, always=always)
-    constants = {"ALWAYS": C.ALWAYS, "QUERIES": ROWS.value // sizes.members, "C": C}
-    grid = columns.items.shape[1] * (C.ALWAYS // config.tile_n), round.heads
+    grid = columns.items.shape[1] * (always.block_size // config.tile_n), round.heads
+    constants = {"C": constants_of(sizes, *widths, ALWAYS=always.block_size)}
     launch(always_grads_kernel, grid, arguments, constants, config.options)
 
 
@@ -353,7 +348,7 @@ def sum_key_grads(grad, sums, lists, columns, always, sizes: SelectionSizes, rou
     beside = (sums.pieces, lists.starts, 0) if columns is None else (sums.always, columns.starts, columns.items.shape[1])
     arguments = [as_rows(grad, dim), sums.pieces, lists.starts, *beside[:2], sums.pieces if sums.before is None else sums.before]
     arguments += [round.number * lists.starts.shape[1], round.head, sizes.kv_heads, sizes.key_blocks, beside[2], factor]
-    constants = {"DIM": dim, "KEYS": keys, "BLOCK": sizes.block, "ALWAYS": always.block_size if always else 0}
+    constants = {"DIM": dim, "KEYS": keys, "BLOCK": sizes.block, "ALWAYS": block_of(always)}
     constants |= {"CONTINUES": round.choice > 0, "ENDS": round.choice + round.choices == sizes.choices}
     launch(sum_key_grads_kernel, (triton.cdiv(sizes.kv_len, keys), round.heads), arguments, constants, {"num_warps": 4})
 
@@ -415,28 +410,27 @@ def _add_always(dq, tile, rows, first_query, last_query, call):
 
 
 @triton.jit
-def _compute_query_grads(dq_rows, part_ptr, listed, visited, call, PARTS: tl.constexpr):
+def _compute_query_grads(dq_rows, part_ptr, listed, visited, call):
     C: tl.constexpr = call.C
-    DIM: tl.constexpr = C.DIM
     tile, picker = tl.program_id(0), tl.program_id(1)
     rows = rows_of_tile(tile, picker, call)
-    dq = tl.zeros([ROWS, DIM], tl.float32)
-    if PARTS == 0 or C.ALWAYS != 0:
+    dq = tl.zeros([ROWS, C.DIM], tl.float32)
+    if C.PARTS == 0 or C.ALWAYS != 0:
         at = index_of_rows(rows, call)
         q, dout = load_rows(call.q, rows, C.DIM), load_rows(call.dout, rows, C.DIM_V)
         log2_sum = tl.load(call.log2_sum + at, mask=rows.exists, other=float("inf"))
         own = _QueryTile(q, dout, log2_sum, tl.load(call.delta + at, mask=rows.exists, other=0.0))
-        if PARTS == 0:
+        if C.PARTS == 0:
             table, number = table_of_tile(tile, picker, call)
             dq = _add_picks(dq, own, rows, table, number, visited, call)
         if C.ALWAYS != 0:
             first, last = queries_of_tile(tile, call)
             dq = _add_always(dq, own, rows, first, last, call)
     dq *= call.scale
-    if PARTS != 0:
-        count = tl.load(listed + choices_of_rows(rows, call), mask=rows.exists, other=0) * PARTS
+    if C.PARTS != 0:
+        count = tl.load(listed + choices_of_rows(rows, call), mask=rows.exists, other=0) * C.PARTS
         for part in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
-            at = (rows.choice.to(tl.int64) * (C.SLOTS * PARTS) + part) * (C.EVERY * C.MEMBERS) + rows.number
+            at = (rows.choice.to(tl.int64) * (C.SLOTS * C.PARTS) + part) * (C.EVERY * C.MEMBERS) + rows.number
             places = part_ptr + at[:, None] * C.DIM + tl.arange(0, C.DIM)[None, :]
             dq += tl.load(places, mask=(part < count)[:, None], other=0.0).to(tl.float32)
     store_rows(dq_rows, dq, rows, C.DIM)
@@ -444,21 +438,17 @@ def _compute_query_grads(dq_rows, part_ptr, listed, visited, call, PARTS: tl.con
 
 @triton.jit(do_not_specialize=INTEGERS)
 def sum_query_grads_kernel(
-    q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, dq_rows, picks, counts, blocks, bits, listed, part_ptr,
-    always_row_ptr, always_row_split, always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits,
+    q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, dq_rows, picks, counts, blocks, bits, listed, part_ptr, always,
     first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
     scale, score_scale,
-    PARTS: tl.constexpr, ALWAYS: tl.constexpr, C: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile of queries of the heads that share a choice. PARTS: how many parts a pick has; if 0, the tile visits its picks.
-    Other arguments: see ``visit_blocks_kernel``."""
+    """dQ of a tile of queries of the heads that share a choice, from parts if C.PARTS. The rest as for
+    ``visit_blocks_kernel``."""
     _compute_query_grads(
         dq_rows, part_ptr, listed, VisitedBlocks(counts, blocks, bits),
-        PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks,
-                   AlwaysKept(always_row_ptr, always_row_split,
-                          TableEntries(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
-                   scale, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
-        PARTS,
+        PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks, always, scale, score_scale,
+                   first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
     )  # fmt: skip
 
 
@@ -471,7 +461,7 @@ def sum_query_grads(
     operands, widths = _arguments(operands._replace(dout=q) if operands.dout is None else operands, config.tile_n)
     tables = (picks, picks, picks) if visited is None else (visited.counts, visited.blocks, visited.bits)
     arguments = [*operands, as_rows(dq, widths[0]), picks, *tables, lists.counts, parts if visited is None else q]
-    arguments += [*always_arguments(always, False, operands[-1]), *sizes.integers(round), scale, scale * LOG2_E.value]
-    C = sizes.constants(*widths, always=always, visited=0 if visited is None else visited.blocks.shape[3])
-    constants = {"PARTS": parts.shape[1] if visited is None else 0, "ALWAYS": C.ALWAYS, "C": C}
+    arguments += [always_arguments(always, False, operands[-1]), *sizes.integers(round), scale, scale * LOG2_E.value]
+    of_picks = {"PARTS": parts.shape[1]} if visited is None else {"WIDTH": visited.blocks.shape[3]}
+    constants = {"C": constants_of(sizes, *widths, ALWAYS=block_of(always), **of_picks)}
     launch(sum_query_grads_kernel, sizes.tiles_of(round), arguments, constants, config.options)

@@ -1,5 +1,6 @@
 """How a call over picked blocks is divided: queries into tiles, key heads and ranges of queries into rounds, lists into pieces."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..common.config import SECOND_AXIS
@@ -39,32 +40,36 @@ class Round(NamedTuple):
     stride: int
 
 
-class PickedShape(NamedTuple):
-    """Holds the constants that a kernel is compiled for.
+@dataclass(frozen=True)
+class PickedShape:
+    """The constants of a kernel over picked blocks. Rows of a tile are decomposed by them, so none of that takes a division by a
+    number that is known only at run time."""
 
-    EVERY: queries that share a choice. MEMBERS: query heads that do. PICKERS: choices of a key head, by query. SLOTS: picks of a
-    choice; PADDED: as a power of two. CHOICES, TOKENS, TILES: see ``Tiling``. BLOCK: keys of a picked block. DIM, DIM_V: padded
-    head dims. TILE_N: keys of a step. ALWAYS: the block size of what is always kept, 0 if there is none. WIDTH: of a row of
-    ``VisitedBlocks``. MASSES: whether masses of picked blocks are computed.
-
-    Triton 3.6 takes a field in the list of a shape only by a constant of the function: ``DIM: tl.constexpr = C.DIM``.
-    """
-
-    EVERY: int
-    MEMBERS: int
-    PICKERS: int
-    SLOTS: int
-    PADDED: int
-    CHOICES: int
+    EVERY: int  # queries that share a choice
+    MEMBERS: int  # query heads that share a choice
+    PICKERS: int  # choices of a key head, by query
+    SLOTS: int  # picks of a choice
+    CHOICES: int  # this, TOKENS and TILES: see ``Tiling``
     TOKENS: int
     TILES: int
-    BLOCK: int
-    DIM: int = 0
-    DIM_V: int = 0
-    TILE_N: int = 0
-    ALWAYS: int = 0
-    WIDTH: int = 0
-    MASSES: bool = False
+    BLOCK: int  # keys of a picked block
+    DIM: int  # padded head_dim of q and k, as tiles have powers of two
+    DIM_V: int
+    TILE_N: int  # keys of a step
+    ALWAYS: int = 0  # the block size of what is always kept, 0 if there is none
+    WIDTH: int = 0  # of a row of ``VisitedBlocks``
+    PARTS: int = 0  # partial results of a pick, 0 if tiles visit all their picks
+    MASSES: bool = False  # whether masses of picked blocks are computed
+
+    @property
+    def PADDED(self) -> int:
+        """SLOTS as a power of two."""
+        return padded_count(self.SLOTS)
+
+    @property
+    def QUERIES(self) -> int:
+        """How many queries, with all their members, fit a tile."""
+        return TILE_ROWS // self.MEMBERS
 
 
 class SelectionSizes(NamedTuple):
@@ -120,11 +125,6 @@ class SelectionSizes(NamedTuple):
     def smallest_block(self, always) -> int:
         """The most keys of a step that is within one block of both tables."""
         return self.block if always is None else min(self.block, always.block_size)
-
-    def constants(self, *widths: int, always=None, visited: int = 0, masses: bool = False) -> PickedShape:
-        """widths: DIM, DIM_V, TILE_N. always: None or a BlockMask. visited: WIDTH."""
-        shared = self.every, self.members, self.pickers, self.slots, padded_count(self.slots), *self.tiled, self.block
-        return PickedShape(*shared, *widths, always.block_size if always else 0, visited, masses)
 
 
 def padded_count(count: int) -> int:

@@ -15,20 +15,22 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.tiles import FLOOR, LN_2, LOG2_E, TableEntries, load_tile
+from ..common.tiles import LN_2, LOG2_E, load_tile
 from ..launch.launch import as_rows, descriptor_or_rows, launch
+from ..portable.softmax import finish, init_softmax, log_of_sum, merge, update
 from .configs import selection_config
 from .division import Round, SelectionSizes
 from .tiles import (
     INTEGERS,
     ROWS,
-    AlwaysKept,
     PickedCall,
     SelectionOperands,
     VisitedBlocks,
     always_arguments,
+    block_of,
     causal_mask,
     choices_of_rows,
+    constants_of,
     find_unpicked_pairs,
     index_of_rows,
     load_rows,
@@ -46,44 +48,25 @@ _PARTS_AHEAD = tl.constexpr(3)
 
 
 @triton.jit
-def _update_softmax(running_max, running_sum, scores, factor):
-    """(weights, rescale of what was summed before, the new running_max and running_sum). factor: makes scores base 2."""
-    new_max = tl.maximum(running_max, tl.max(scores, 1) * factor)
-    weights = tl.math.exp2(scores * factor - new_max[:, None])
-    rescale = tl.math.exp2(running_max - new_max)
-    return weights, rescale, new_max, running_sum * rescale + tl.sum(weights, 1)
-
-
-@triton.jit
-def _lse(running_max, running_sum):
-    """(the sum to divide by, lse of base 2) of rows, which may keep nothing."""
-    total = tl.where(running_sum == 0.0, 1.0, running_sum)
-    return total, tl.where(running_sum == 0.0, -float("inf"), running_max + tl.math.log2(total))
-
-
-@triton.jit
 def _update_from_keys(running_max, running_sum, q, k, rows, position, call, CUT: tl.constexpr):
-    """``_update_softmax`` of a step whose keys every row picked. CUT: whether some may follow their query."""
+    """``update`` of a step whose keys every row picked. CUT: whether some may follow their query."""
     scores = tl.dot(q, k.T, input_precision="ieee")
     if CUT:
         scores = tl.where(causal_mask(rows, position, call), scores * call.score_scale, -float("inf"))
         factor = 1.0
     else:
         factor = call.score_scale
-    return _update_softmax(running_max, running_sum, scores, factor)
+    return update(running_max, running_sum, scores, factor)
 
 
 @triton.jit
 def _compute_parts(k, v, part_ptr, lse_ptr, entries, begin, end, batch_head, position, call, CUT: tl.constexpr):
     """The partial results of queries begin .. end - 1 of a list. k, v: the block, if one step holds it."""
     C: tl.constexpr = call.C
-    DIM_V: tl.constexpr = C.DIM_V
     for step in tl.range(0, steps_of_list(begin, end, call)):
         rows, entry = rows_of_list(entries, begin, end, step, batch_head, call)
         q = load_rows(call.q, rows, C.DIM)
-        accumulator = tl.zeros([ROWS, DIM_V], tl.float32)
-        running_max = tl.full([ROWS], FLOOR, tl.float32)
-        running_sum = tl.zeros([ROWS], tl.float32)
+        accumulator, running_max, running_sum = init_softmax(ROWS, C.DIM_V)
         if C.BLOCK == C.TILE_N:
             weights, _, running_max, running_sum = _update_from_keys(running_max, running_sum, q, k, rows, position, call, CUT)
             if not C.MASSES:
@@ -98,7 +81,7 @@ def _compute_parts(k, v, part_ptr, lse_ptr, entries, begin, end, batch_head, pos
                     v_step = load_tile(call.v, rows.batch, rows.kv_head, start, C.TILE_N, C.DIM_V)
                     accumulator = accumulator * rescale[:, None]
                     accumulator = tl.dot(weights.to(v_step.dtype), v_step, accumulator, input_precision="ieee")
-        total, lse = _lse(running_max, running_sum)
+        total, lse = log_of_sum(running_max, running_sum)
         if C.MASSES:
             at = index_of_rows(rows, call) * C.SLOTS + entry % C.SLOTS
             tl.store(lse_ptr + at, lse * LN_2, mask=rows.exists)
@@ -155,7 +138,7 @@ def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: Sel
     arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v)]
     arguments += [part_lse if parts is None else parts, part_lse]
     arguments += [lists.entries, lists.items, round.number * count, *sizes.integers(round), scale * LOG2_E.value]
-    constants = {"C": sizes.constants(dim, dim_v, n, masses=parts is None)}
+    constants = {"C": constants_of(sizes, dim, dim_v, n, MASSES=parts is None)}
     launch(picked_parts_kernel, (count, 1), arguments, constants, config.options)
 
 
@@ -182,7 +165,7 @@ def _add_blocks(state, q, rows, number, blocks, bits, first, last, call, CUT: tl
             scores = tl.where((kept == 1)[:, None], scores, -float("inf"))
         if CUT:
             scores = tl.where(causal_mask(rows, position, call), scores, -float("inf"))
-        weights, rescale, running_max, running_sum = _update_softmax(running_max, running_sum, scores, factor)
+        weights, rescale, running_max, running_sum = update(running_max, running_sum, scores, factor)
         v = load_tile(call.v, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM_V)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator * rescale[:, None], input_precision="ieee")
     return accumulator, running_max, running_sum
@@ -201,48 +184,41 @@ def _add_always(state, q, rows, first_query, last_query, call):
             position, kept = find_unpicked_pairs(row, step, rows, choice, call)
             k = load_tile(call.k, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM)
             scores = tl.where(kept, tl.dot(q, k.T, input_precision="ieee") * call.score_scale, -float("inf"))
-            weights, rescale, running_max, running_sum = _update_softmax(running_max, running_sum, scores, 1.0)
+            weights, rescale, running_max, running_sum = update(running_max, running_sum, scores, 1.0)
             v = load_tile(call.v, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM_V)
             accumulator = tl.dot(weights.to(v.dtype), v, accumulator * rescale[:, None], input_precision="ieee")
     return accumulator, running_max, running_sum
 
 
 class _Parts(NamedTuple):
-    """listed: how many partial results each choice has. MERGES: whether there are any."""
+    """listed: how many partial results each choice has."""
 
     listed: Any
     part: Any
     lse: Any
-    MERGES: Any
 
 
 @triton.jit
 def _merge_parts(state, rows, parts, call):
     """Adds the partial results of the rows' listed picks."""
     C: tl.constexpr = call.C
-    accumulator, running_max, running_sum = state
     count = tl.load(parts.listed + choices_of_rows(rows, call), mask=rows.exists, other=0)
     column = tl.arange(0, C.DIM_V)
     for slot in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
         at = (rows.choice * C.SLOTS + slot).to(tl.int64) * (C.EVERY * C.MEMBERS) + rows.number
         lse = tl.load(parts.lse + at, mask=slot < count, other=-float("inf"))
         part = tl.load(parts.part + at[:, None] * C.DIM_V + column[None, :], mask=(slot < count)[:, None], other=0.0)
-        new_max = tl.maximum(running_max, lse)
-        rescale, share = tl.math.exp2(running_max - new_max), tl.math.exp2(lse - new_max)
-        accumulator = accumulator * rescale[:, None] + part.to(tl.float32) * share[:, None]
-        running_sum = running_sum * rescale + share
-        running_max = new_max
-    return accumulator, running_max, running_sum
+        state = merge(state, (part.to(tl.float32),), (lse,), 1)
+    return state
 
 
 @triton.jit
 def _compute_tile(out_rows, lse_ptr, visited, parts, call):
     C: tl.constexpr = call.C
-    DIM_V: tl.constexpr = C.DIM_V
     tile, picker = tl.program_id(0), tl.program_id(1)
     rows = rows_of_tile(tile, picker, call)
     q = load_rows(call.q, rows, C.DIM)
-    state = tl.zeros([ROWS, DIM_V], tl.float32), tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
+    state = init_softmax(ROWS, C.DIM_V)
     table, number = table_of_tile(tile, picker, call)
     blocks, bits = visited.blocks + table * C.WIDTH, visited.bits + table * C.WIDTH
     whole, end = tl.load(visited.counts + table * 2), tl.load(visited.counts + table * 2 + 1)
@@ -252,30 +228,27 @@ def _compute_tile(out_rows, lse_ptr, visited, parts, call):
     if C.ALWAYS != 0:
         first, last = queries_of_tile(tile, call)
         state = _add_always(state, q, rows, first, last, call)
-    if parts.MERGES:
+    if C.PARTS > 0:
         state = _merge_parts(state, rows, parts, call)
-    accumulator, running_max, running_sum = state
-    total, lse = _lse(running_max, running_sum)
-    store_rows(out_rows, accumulator / total[:, None], rows, C.DIM_V)
+    out, lse = finish(state)
+    store_rows(out_rows, out, rows, C.DIM_V)
     tl.store(lse_ptr + index_of_rows(rows, call), lse * LN_2, mask=rows.exists)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def visit_blocks_kernel(
-    q_rows, k_tensor, v_tensor, out_rows, lse_ptr, picks, counts, blocks, bits, listed, part_ptr, part_lse,
-    always_row_ptr, always_row_split, always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits,
+    q_rows, k_tensor, v_tensor, out_rows, lse_ptr, picks, counts, blocks, bits, listed, part_ptr, part_lse, always,
     first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
     score_scale,
-    ALWAYS: tl.constexpr, MERGES: tl.constexpr, C: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of queries of the heads that share a choice. counts, blocks, bits: see ``VisitedBlocks``. listed:
-    (batch, kv_heads * PICKERS, choices) int32, how many partial results a choice has, if MERGES. ALWAYS: as in ``PickedShape``."""
+    (batch, kv_heads * PICKERS, choices) int32, how many partial results a choice has, if C.PARTS. always:
+    ``AlwaysKept``."""
     _compute_tile(
-        out_rows, lse_ptr, VisitedBlocks(counts, blocks, bits), _Parts(listed, part_ptr, part_lse, MERGES),
-        PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks,
-                   AlwaysKept(always_row_ptr, always_row_split,
-                          TableEntries(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
-                   None, score_scale, first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
+        out_rows, lse_ptr, VisitedBlocks(counts, blocks, bits), _Parts(listed, part_ptr, part_lse),
+        PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks, always, None, score_scale,
+                   first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
     )  # fmt: skip
 
 
@@ -290,6 +263,7 @@ def visit_blocks(
     n, merges = config.tile_n, listed is not None
     arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), as_rows(out, dim_v), lse, picks]
     arguments += [visited.counts, visited.blocks, visited.bits, *((listed, parts, part_lse) if merges else (lse, lse, lse))]
-    arguments += [*always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
-    C = sizes.constants(dim, dim_v, n, always=always, visited=visited.blocks.shape[3])
-    launch(visit_blocks_kernel, sizes.tiles_of(round), arguments, {"ALWAYS": C.ALWAYS, "MERGES": merges, "C": C}, config.options)
+    arguments += [always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
+    of_tiles = {"ALWAYS": block_of(always), "WIDTH": visited.blocks.shape[3], "PARTS": int(merges)}
+    constants = {"C": constants_of(sizes, dim, dim_v, n, **of_tiles)}
+    launch(visit_blocks_kernel, sizes.tiles_of(round), arguments, constants, config.options)

@@ -39,6 +39,7 @@ from .hopper_gathering import (
     store_by_rows,
     storing_layout,
 )
+from .tiles import constants_of
 
 # Tiles of gathered queries, and of their gradients, in shared memory, by padded head_dim and keys of an item.
 STAGES = {(64, 64): 6, (64, 128): 6, (128, 64): 4, (128, 128): 4}
@@ -382,8 +383,8 @@ def picked_grads_kernel(
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     lists = Lists(
-        entries, items + item * 5, item_count, first_head, first_choice, stride, kv_heads, q_len, key_blocks, KEYS, C.BLOCK // KEYS,
-        C.EVERY, C.MEMBERS, C.PICKERS, C.SLOTS, C.CHOICES, C.TOKENS, C.TILES,
+        entries, items + item * 5, item_count, first_head, first_choice, stride, kv_heads, q_len, key_blocks, KEYS,
+        C.BLOCK // KEYS, C,
     )  # fmt: skip
     p = GradsArguments(
         k_tensor=k_tensor,
@@ -435,6 +436,6 @@ def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, round, scale: 
     arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), dout, log2_sum, delta, q if parts is None else parts]
     arguments += [dk_sums, dv_sums, *list_arguments(lists, round), *row_arguments(q), *row_arguments(dout)]
     arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
-    constants = {"STAGES": STAGES[dim, keys], "WITH_QUERIES": parts is not None, "C": sizes.constants(dim, dim, keys)}
+    constants = {"STAGES": STAGES[dim, keys], "WITH_QUERIES": parts is not None, "C": constants_of(sizes, dim, dim, keys)}
     grid = min(lists.items.shape[1] * (sizes.block // keys), multiprocessors(q.device)), 1
     launch(picked_grads_kernel, grid, arguments, constants, {"num_warps": keys // 16})

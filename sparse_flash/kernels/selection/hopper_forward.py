@@ -36,6 +36,7 @@ from .hopper_gathering import (
     store_by_rows,
     storing_layout,
 )
+from .tiles import constants_of
 
 # Tiles of gathered queries in shared memory, and blocks of keys with their values, by padded head_dim and keys of a step.
 STAGES = {(64, 64): (8, 2), (64, 128): (8, 2), (128, 64): (8, 2), (128, 128): (5, 2)}
@@ -212,9 +213,8 @@ def picked_parts_kernel(
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     lists = Lists(
-        entries, items + item * 5, item_count, first_head, first_choice, stride, kv_heads, q_len, key_blocks, C.BLOCK, 1,
-        C.EVERY, C.MEMBERS, C.PICKERS, C.SLOTS, C.CHOICES, C.TOKENS, C.TILES,
-    )  # fmt: skip
+        entries, items + item * 5, item_count, first_head, first_choice, stride, kv_heads, q_len, key_blocks, C.BLOCK, 1, C
+    )
     p = PartsArguments(
         k_tensor=k_tensor,
         v_tensor=v_tensor,
@@ -245,6 +245,6 @@ def picked_parts(operands, lists, parts, part_lse, sizes, round, scale: float) -
     block = [1, 1, keys, dim]
     arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), parts, part_lse, *list_arguments(lists, round)]
     arguments += [*row_arguments(q), *sizes.integers(round), scale * LOG2_E.value]
-    constants = {"STAGES": stages, "KEY_STAGES": key_stages, "C": sizes.constants(dim, dim, keys)}
+    constants = {"STAGES": stages, "KEY_STAGES": key_stages, "C": constants_of(sizes, dim, dim, keys)}
     grid = min(lists.items.shape[1], multiprocessors(q.device)), 1
     launch(picked_parts_kernel, grid, arguments, constants, {"num_warps": 4})

@@ -74,13 +74,7 @@ class Lists:
     key_blocks: gl.tensor
     KEYS: gl.constexpr  # of an item
     PARTS: gl.constexpr  # of a block, each an item of its own
-    EVERY: gl.constexpr  # this and the rest: see ``tiles.PickedShape``
-    MEMBERS: gl.constexpr
-    PICKERS: gl.constexpr
-    SLOTS: gl.constexpr
-    CHOICES: gl.constexpr
-    TOKENS: gl.constexpr
-    TILES: gl.constexpr
+    C: gl.constexpr  # ``PickedShape``
 
     @gluon.jit
     def item(self, number):
@@ -110,40 +104,40 @@ class Lists:
     @gluon.jit
     def steps(self, begin, end):
         """Returns the number of tiles of entries begin .. end - 1."""
-        return (end - begin + (self.CHOICES - 1)) // self.CHOICES * self.TILES
+        return (end - begin + (self.C.CHOICES - 1)) // self.C.CHOICES * self.C.TILES
 
     @gluon.jit
     def load_entries(self, begin, end, step, layout: gl.constexpr):
         """Returns (the entry of each row of a tile, choice * slots + slot; whether it exists)."""
         row = gl.arange(0, ROWS, layout=layout)
-        OF_CHOICE: gl.constexpr = self.TOKENS * self.MEMBERS
-        place = begin + step // self.TILES * self.CHOICES + row // OF_CHOICE
-        exists = (row < self.CHOICES * OF_CHOICE) & (place < end)
+        OF_CHOICE: gl.constexpr = self.C.TOKENS * self.C.MEMBERS
+        place = begin + step // self.C.TILES * self.C.CHOICES + row // OF_CHOICE
+        exists = (row < self.C.CHOICES * OF_CHOICE) & (place < end)
         return gl.load(self.entries + place, mask=exists, other=0), exists
 
     @gluon.jit
     def rows_of(self, entry, exists, step, block, layout: gl.constexpr):
         """Returns ``GatheredRows``. entry, exists: from ``load_entries``."""
         row = gl.arange(0, ROWS, layout=layout)
-        OF_CHOICE: gl.constexpr = self.TOKENS * self.MEMBERS
-        token = row % OF_CHOICE // self.MEMBERS + step % self.TILES * self.TOKENS
-        member = row % self.MEMBERS
-        choice = entry // self.SLOTS - block.head_of_round * (self.PICKERS * self.stride)
+        OF_CHOICE: gl.constexpr = self.C.TOKENS * self.C.MEMBERS
+        token = row % OF_CHOICE // self.C.MEMBERS + step % self.C.TILES * self.C.TOKENS
+        member = row % self.C.MEMBERS
+        choice = entry // self.C.SLOTS - block.head_of_round * (self.C.PICKERS * self.stride)
         picker = row * 0
-        if self.PICKERS > 1:
+        if self.C.PICKERS > 1:
             picker = choice // self.stride
             choice -= picker * self.stride
-        query = (self.first_choice + choice) * self.EVERY + token
-        exists = exists & (token < self.EVERY) & (query < self.q_len)
-        head = (block.kv_head * self.PICKERS + picker) * self.MEMBERS + member
+        query = (self.first_choice + choice) * self.C.EVERY + token
+        exists = exists & (token < self.C.EVERY) & (query < self.q_len)
+        head = (block.kv_head * self.C.PICKERS + picker) * self.C.MEMBERS + member
         place = entry.to(gl.int64) * self.PARTS + block.part
-        place = place * (self.EVERY * self.MEMBERS) + (token * self.MEMBERS + member)
+        place = place * (self.C.EVERY * self.C.MEMBERS) + (token * self.C.MEMBERS + member)
         return GatheredRows(query, head, exists, place)
 
     @gluon.jit
     def index_of(self, rows, block):
         """Returns the index of each row in a (batch, heads, q_len) tensor."""
-        heads = self.kv_heads * (self.PICKERS * self.MEMBERS)
+        heads = self.kv_heads * (self.C.PICKERS * self.C.MEMBERS)
         return (block.batch * heads + rows.head).to(gl.int64) * self.q_len + rows.query
 
 

@@ -17,6 +17,7 @@ from ..common.config import Config, padded_head_dim
 from ..common.grid import tile_and_batch_head
 from ..common.tiles import FLOOR, LN_2, LOG2_E
 from ..launch.launch import integers_key, launch
+from ..portable.softmax import log_of_sum, update
 
 _NONE = tl.constexpr(1 << 30)  # instead of a block: plus the number of the slot that holds none
 _KEYS = 64  # of a step of "max", and of the pass that sums the softmax
@@ -214,12 +215,9 @@ def compressed_lse_kernel(
         values = tl.load(keys + number.to(tl.int64)[:, None] * k_token + dim[None, :], mask=load, other=0.0)
         scores = tl.dot(query, tl.trans(values), input_precision=PRECISION) * factor
         scores = tl.where(number[None, :] < read[:, None], scores, -float("inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        running_sum = running_sum * tl.math.exp2(running_max - new_max) + tl.sum(tl.math.exp2(scores - new_max[:, None]), 1)
-        running_max = new_max
-    total = tl.where(read == 0, 1.0, running_sum)
-    result = tl.where(read == 0, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
-    tl.store(logs + batch_head.to(tl.int64) * groups + group, result, mask=exists)
+        _, _, running_max, running_sum = update(running_max, running_sum, scores, 1.0)
+    _, log = log_of_sum(running_max, running_sum)
+    tl.store(logs + batch_head.to(tl.int64) * groups + group, log * LN_2, mask=exists)
 
 
 class Compressed(NamedTuple):

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.tiles import BlockPositions, where_kept
-from .division import TILE_ROWS
+from ..common.compat import Constants
+from ..common.tiles import BlockPositions, TableEntries, where_kept
+from ..launch.memory import cached_until_cleared
+from .division import TILE_ROWS, PickedShape, SelectionSizes
 
 ROWS = tl.constexpr(TILE_ROWS)
 
@@ -31,12 +33,36 @@ class SelectionOperands(NamedTuple):
 INTEGERS = ["first_head", "first_choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
 
 
-def always_arguments(always, by_key: bool, placeholder) -> tuple:
-    """The arguments of ``AlwaysKept``. always: a BlockMask of one mask, or None: then the kernel does not use them."""
+@cached_until_cleared
+def constants_of(sizes: SelectionSizes, *widths: int, **more: int) -> Constants:
+    """A kernel's argument C, of a ``PickedShape``. widths: DIM, DIM_V, TILE_N. more: its later fields."""
+    return Constants(
+        PickedShape(sizes.every, sizes.members, sizes.pickers, sizes.slots, *sizes.tiled, sizes.block, *widths, **more)
+    )
+
+
+class AlwaysKept(NamedTuple):
+    """The table, by query or by key, of pairs that are kept whatever was picked, as kernels take it."""
+
+    row_ptr: Any
+    row_split: Any
+    index: Any
+    tile_idx: Any
+    tile_runs: Any
+    tile_bits: Any
+
+
+def block_of(always) -> int:
+    """The block size of what is always kept, 0 if there is none."""
+    return always.block_size if always else 0
+
+
+def always_arguments(always, by_key: bool, placeholder) -> AlwaysKept:
+    """always: a BlockMask of one mask, or None: then the kernel does not use the result."""
     if always is None:
-        return (placeholder,) * 6
+        return AlwaysKept(*(placeholder,) * 6)
     table = always.by_key if by_key else always.by_query
-    return table.row_ptr, table.row_split, table.col_idx, table.tile_idx, *always.tiles
+    return AlwaysKept(table.row_ptr, table.row_split, table.col_idx, table.tile_idx, *always.tiles)
 
 
 class PickedCall(NamedTuple):
@@ -44,9 +70,8 @@ class PickedCall(NamedTuple):
 
     q, dout: ``Rows``. k, v: descriptors or ``Rows``. dout, log2_sum, delta: see ``SelectionOperands``. picks: (batch, kv_heads *
     PICKERS, choices, SLOTS) int32. always: ``AlwaysKept``. score_scale: scale * log2(e). first_head, first_choice: the round's
-    first.
-    stride: see ``Round``. offset: position of the first query. choices: of a batch-head, in the whole call. C: ``PickedShape``,
-    last: otherwise Triton 3.6 forgets the constants of records within the record, such as a stride of 1.
+    first. stride: see ``Round``. offset: position of the first query. choices: of a batch-head, in the whole call. C:
+    ``PickedShape``, last: otherwise Triton 3.6 forgets the constants of records within the record, such as a stride of 1.
     """
 
     q: Any
@@ -96,14 +121,6 @@ class RowsOfTile(NamedTuple):
     exists: Any
     batch: Any
     kv_head: Any
-
-
-class AlwaysKept(NamedTuple):
-    """The pairs that are kept whatever was picked, by query or by key. table: ``TableEntries``; BLOCK is 0 if there are none."""
-
-    row_ptr: Any
-    row_split: Any
-    table: Any
 
 
 @triton.jit
@@ -227,12 +244,13 @@ def causal_mask(rows, position, call):
 
 
 @triton.jit
-def where_always_kept(values, otherwise, always, row, entry, query, key):
+def where_always_kept(values, otherwise, call, row, entry, query, key):
     """values, or ``otherwise`` where the entry of a row does not keep a pair. query, key: within the entry's block, (n, 1) and
     (1, n) or the reverse."""
-    runs, bits = tl.load(always.row_split + row * 2), tl.load(always.row_split + row * 2 + 1)
-    kind = (entry >= runs).to(tl.int32) + (entry >= bits).to(tl.int32)
-    return where_kept(values, otherwise, kind, always.table, entry, BlockPositions(query, key))
+    split = call.always.row_split + row * 2
+    kind = (entry >= tl.load(split)).to(tl.int32) + (entry >= tl.load(split + 1)).to(tl.int32)
+    pairs = BlockPositions(query, key)
+    return where_kept(values, otherwise, kind, TableEntries(*call.always[2:], call.C.ALWAYS, True), entry, pairs)
 
 
 @triton.jit
@@ -242,13 +260,13 @@ def find_unpicked_pairs(row, step, rows, choice, call):
     SIZE: tl.constexpr = call.C.ALWAYS
     STEPS: tl.constexpr = SIZE // call.C.TILE_N
     start = step % STEPS * call.C.TILE_N
-    position = tl.load(call.always.table.index + step // STEPS) * SIZE + start
+    position = tl.load(call.always.index + step // STEPS) * SIZE + start
     own = rows.exists & (rows.query // SIZE == row)
     query = tl.where(own, rows.query - row * SIZE, 0)
     unpicked = own & ~is_picked(choice, rows.exists, position // call.C.BLOCK, call)
     kept = (causal_mask(rows, position, call) & unpicked[:, None]).to(tl.int32)
     key = start + tl.arange(0, call.C.TILE_N)
-    return position, where_always_kept(kept, 0, call.always, row, step // STEPS, query[:, None], key[None, :]) != 0
+    return position, where_always_kept(kept, 0, call, row, step // STEPS, query[:, None], key[None, :]) != 0
 
 
 @triton.jit
