@@ -1,4 +1,4 @@
-"""Pattern -> BlockMask, in time and memory proportional to the blocks that the mask keeps.
+"""Pattern -> tables, in time and memory proportional to the blocks that the mask keeps.
 
 1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
 2. Blocks that are still partial are decided by their tokens. In each block only the leaves that are partial *there* matter, so the
@@ -16,14 +16,11 @@ from typing import cast
 
 import numpy as np
 
-from ..compat.dynamo import outside_graphs
-from .block_mask import BlockMask, Device
-from .build import check_blocks, from_entries, from_heads, with_coarse
+from .build import check_blocks, from_entries, from_heads
 from .chooser import Chooser
 from .fields import BEYOND
-from .fit import check_fit
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
-from .parsing import parse
+from .mask_tables import MaskTables
 from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, Runs, short_text
 from .progress import progress_bar
 from .rules import RunPattern, block_states
@@ -39,50 +36,8 @@ _UNDECIDED = -3  # not the number of a tile, nor EMPTY_TILE or FULL_TILE
 _MOST_RUNS = 256  # runs per query beyond which evaluating tokens is as fast
 
 
-@outside_graphs
-def compile_mask(
-    pattern: Pattern | str,
-    q_len: int,
-    kv_len: int | None = None,
-    block_size: int = 128,
-    device: Device | None = None,
-    *,
-    progress: bool | None = None,
-) -> BlockMask:
-    """Compiles a pattern into a lookup table.
-
-    pattern: a Pattern or its spec text. q_len, kv_len: tokens; kv_len defaults to q_len, and where they differ the last query is
-    aligned with the last key. block_size: a power of two in 16..256. device: where the table is stored.
-    progress: whether to show a progress bar; None shows one if compiling evaluates more than 2^28 pairs.
-
-    Never builds anything of size q_len x kv_len. Raises ValueError for lengths and block sizes out of range, and for a pattern that
-    names other tokens than the sequence has: a grid, documents or a block map of another number of tokens, or ``shifted`` parts
-    that say nothing of some queries. With fewer queries than keys, the last tokens that a pattern names may be yet to come.
-    """
-    pattern = parse(pattern) if isinstance(pattern, str) else pattern
-    if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
-    grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-    longest = max(grid.q_len, grid.kv_len)
-    if longest >= 2**31:  # kernels count tokens in 32 bits, and the table's rows alone would take tens of gigabytes
-        raise ValueError(f"q_len and kv_len must be at most 2^31 - 1 tokens; got {longest:,}; split the sequence")
-    check_fit(pattern, grid.q_len, grid.kv_len)
-    return _compile_entries(pattern.bind_length(grid.kv_len), grid, progress).to(device or "cpu")
-
-
-def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: Device) -> BlockMask:
-    """``compile_mask`` for sequences of up to these lengths (a cache, documents): a pattern may name any number of tokens."""
-    pattern = parse(pattern) if isinstance(pattern, str) else pattern
-    try:
-        return _compile_entries(pattern, BlockGrid(q_len, kv_len, block_size), None).to(device)
-    except IndexError as error:
-        raise ValueError(
-            f"{short_text(pattern, 200)} must take positions up to {kv_len - 1}, as lengths are rounded up here; it failed: {error}"
-            f"; make the data that it reads {kv_len} long, or clamp positions to them"
-        ) from error
-
-
-def _compile_entries(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> BlockMask:
+def compile_tables(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> MaskTables:
+    """The tables of a pattern, on the CPU."""
     for leaf in pattern.leaves():
         if isinstance(leaf, Chooser):
             raise leaf.missing_content_error()
@@ -90,7 +45,7 @@ def _compile_entries(pattern: Pattern, grid: BlockGrid, progress: bool | None) -
     entries, batch_heads = (whole.patterns, whole.batch_heads) if isinstance(whole, PerEntry) else ((whole,), (1, 1))
     for one in dict.fromkeys(entries):
         try:
-            made[one] = with_coarse(_Compilation(one, grid, progress).run())
+            made[one] = _Compilation(one, grid, progress).run()
         except Exception as error:  # of a rule, mostly, where its text says nothing of masks
             error.add_note(f"while compiling {short_text(pattern, 200)} for {grid.q_len} queries and {grid.kv_len} keys")
             raise
@@ -104,7 +59,7 @@ class _Compilation:
         self.diagonals: dict[Pattern, np.ndarray] = {}
         self.pool = TilePool(grid.block_size)
 
-    def run(self) -> BlockMask:
+    def run(self) -> MaskTables:
         states = self.states(self.pattern)
         self.check_size(states.count(FULL))  # before it takes memory
         whole, cut = self.separate_cut_blocks(states)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
-from ..masks.block_mask import BlockMask, MaskLike
-from ..masks.cache import as_block_mask
+from ..masks.block_mask import BlockMask, MaskLike, as_block_mask
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
 from .assignment import Visits, blocks_per_chunk
