@@ -3,7 +3,7 @@
 1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
 2. Blocks that are still partial are decided by their tokens. In each block only the leaves that are partial *there* matter, so the
    expression is simplified for each combination of leaf states. Blocks that must be alike are found before any pair is evaluated:
-   on one diagonal for distance rules, by equal runs for rules made of runs, by keys that a rule gives (``alike``).
+   on one diagonal for distance rules, by equal runs for rules made of runs, by keys that a rule gives (``block_keys``).
 3. A block found empty is dropped and one found full is promoted, so the table depends only on the mask's meaning.
 """
 
@@ -20,10 +20,11 @@ from .build import check_blocks, from_entries, from_heads
 from .chooser import Chooser
 from .fields import BEYOND
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
+from .hints import Runs
 from .mask_tables import MaskTables
-from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, Runs, short_text
+from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, short_text
 from .progress import progress_bar
-from .rules import RunPattern, block_states
+from .rules import block_states
 from .table import Entries, FullBlocks
 from .tiles import TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
@@ -144,10 +145,10 @@ class _Compilation:
     def decide_distinct(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles of these blocks. Of the blocks that the rule tells to be alike, one is evaluated."""
         if _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
-            evaluate, signature = self.tiles_from_tokens, _alike_keys(rule, self.grid, rows, cols)
+            evaluate, signature = self.tiles_from_tokens, _block_keys(rule, self.grid, rows, cols)
         else:
             # In order: no start and no end of a run decreases from one query to the next.
-            ordered = all(isinstance(leaf, RunPattern) and leaf.ordered_runs for leaf in rule.leaves())
+            ordered = all(leaf.ordered_runs for leaf in rule.leaves())
             evaluate, signature = self.tiles_from_runs, self.run_signature(rule, rows, cols) if ordered else None
         if signature is None:
             return evaluate(rule, rows, cols)
@@ -286,9 +287,9 @@ def is_shift_invariant(rule: Pattern, block_size: int) -> bool:
     return all(leaf.shift_period is not None and block_size % leaf.shift_period == 0 for leaf in rule.leaves())
 
 
-def _alike_keys(rule: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
-    """``alike`` of all patterns in an expression; None if some pattern has none."""
-    keys = [leaf.alike(grid, rows, cols) for leaf in rule.leaves()]
+def _block_keys(rule: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
+    """``block_keys`` of all patterns in an expression; None if some pattern has none."""
+    keys = [leaf.block_keys(grid, rows, cols) for leaf in rule.leaves()]
     known = [one for one in keys if one is not None]
     return np.column_stack(known) if len(known) == len(keys) else None
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import scipy.sparse
 
 from .fields import positive_int
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, concat_ranges, runs_of
-from .pattern import DerivedPattern, Pattern, Runs, evaluate_rule, explain_array_errors, layout_of
+from .hints import Runs, evaluate_rule, explain_array_errors
+from .pattern import DerivedPattern, Pattern, layout_of
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
@@ -38,13 +39,7 @@ def block_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
 
 
 class RunPattern(Pattern):
-    """Each query keeps a few runs of keys: define ``row_runs``.
-
-    ``ordered_runs`` says that no start and no end of a run decreases from one query to the next, so that the first and the last
-    query of a block tell the block rule all.
-    """
-
-    ordered_runs: ClassVar[bool] = False
+    """Each query keeps a few runs of keys: define ``row_runs``, and ``ordered_runs`` if it holds."""
 
     def row_runs(self, q: np.ndarray) -> Runs:
         raise NotImplementedError(f"{type(self).__name__} is a RunPattern and defines no row_runs")
