@@ -61,7 +61,7 @@ class _Compilation:
         self.pool = TilePool(grid.block_size)
 
     def run(self) -> MaskTables:
-        states = self.states(self.pattern)
+        states = self.pattern.map_leaves(self.leaf_states)
         self.check_size(states.count(FULL))  # before it takes memory
         whole, cut = self.separate_cut_blocks(states)
         entries = Entries.join([*cut, *self.decide_blocks(states)])
@@ -79,16 +79,10 @@ class _Compilation:
                 stacklevel=7,
             )
 
-    def states(self, pattern: Pattern) -> BlockRuns:
-        if isinstance(pattern, (And, Or)):
-            combine = BlockRuns.__and__ if isinstance(pattern, And) else BlockRuns.__or__
-            return reduce(combine, map(self.states, pattern.operands))
-        if isinstance(pattern, Not):
-            return ~self.states(pattern.operand)
-        found = self.leaves.get(pattern)
-        if found is None:
-            found = self.leaves[pattern] = block_states(pattern, self.grid)
-        return found
+    def leaf_states(self, leaf: Pattern) -> BlockRuns:
+        if leaf not in self.leaves:
+            self.leaves[leaf] = block_states(leaf, self.grid)
+        return self.leaves[leaf]
 
     def separate_cut_blocks(self, states: BlockRuns) -> tuple[BlockRuns, list[Entries]]:
         """(the states of blocks that are not cut off by the end of the queries or keys, the full ones that are)"""

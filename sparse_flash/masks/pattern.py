@@ -6,6 +6,7 @@ A pattern knows nothing of lengths, devices or kernels. ``compile_mask`` turns i
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -110,8 +111,8 @@ class Pattern(CompilerHints):
         """Whether some of ``leaves`` is for certain tokens alone."""
         return any(leaf.uncovered_advice or leaf.named_tokens() for leaf in self.leaves())
 
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
-        """The expression with ``change`` of each pattern that it is composed of."""
+    def map_leaves(self, change: Callable[[Pattern], Any]) -> Any:
+        """The expression with ``change`` of each pattern that it is composed of: values with ``& | ~``, such as bool arrays."""
         return change(self)
 
     def bind_length(self, kv_len: int) -> Pattern:
@@ -260,6 +261,13 @@ class _Expression(Pattern):
     def bind_length(self, kv_len: int) -> Pattern:
         return self.map_leaves(lambda leaf: leaf.bind_length(kv_len))
 
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        return self.map_leaves(lambda leaf: np.asarray(leaf.token_rule(np.array(q), np.array(kv)), bool))
+
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        # Each leaf evaluates as few pairs as it can.
+        return self.map_leaves(lambda leaf: leaf.token_tiles(q, kv))
+
     def _write(self, write: Callable[[Pattern], str]) -> str:
         """The text of the expression. write: gives the text of an operand."""
         raise NotImplementedError
@@ -277,7 +285,7 @@ class _Composite(_Expression):
 
     operands: tuple[Pattern, ...]
     symbol: ClassVar[str]
-    combine: ClassVar[np.ufunc]
+    combine: ClassVar[Any]  # of two arrays
 
     @classmethod
     def of(cls, *operands: Pattern) -> Pattern:
@@ -304,21 +312,16 @@ class _Composite(_Expression):
     def __hash__(self) -> int:
         return hash((self.symbol, self.operands)) if self._hash is None else self._hash
 
-    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        return reduce(self.combine, (p.token_rule(np.array(q), np.array(kv)) for p in self.operands))
-
-    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        # Each operand evaluates as few pairs as it can.
-        return reduce(self.combine, (p.token_tiles(q, kv) for p in self.operands))
-
     def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
         return reduce(self.combine, (p.named_queries(q, kv_len) for p in self.operands))
 
     def leaves(self) -> Iterator[Pattern]:
         return chain.from_iterable(p.leaves() for p in self.operands)
 
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
-        return type(self).of(*(p.map_leaves(change) for p in self.operands))
+    def map_leaves(self, change: Callable[[Pattern], Any]) -> Any:
+        values = [p.map_leaves(change) for p in self.operands]
+        # All patterns at once: each of two would be sorted again.
+        return type(self).of(*values) if isinstance(values[0], Pattern) else reduce(self.combine, values)
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
@@ -376,7 +379,7 @@ class And(_Composite):
     """The pairs that every operand keeps."""
 
     symbol = "&"
-    combine = np.logical_and
+    combine = operator.and_
 
     def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
         # sinks(4) & shifted(...) is about the queries that shifted is about.
@@ -388,7 +391,7 @@ class Or(_Composite):
     """The pairs that some operand keeps."""
 
     symbol = "|"
-    combine = np.logical_or
+    combine = operator.or_
 
 
 @dataclass(frozen=True, repr=False)
@@ -397,16 +400,10 @@ class Not(_Expression):
 
     operand: Pattern
 
-    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        return np.logical_not(self.operand.token_rule(q, kv))
-
-    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        return np.logical_not(self.operand.token_tiles(q, kv))
-
     def leaves(self) -> Iterator[Pattern]:
         return self.operand.leaves()
 
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+    def map_leaves(self, change: Callable[[Pattern], Any]) -> Any:
         return ~self.operand.map_leaves(change)
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
