@@ -293,8 +293,7 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
         masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the given lengths and block
         size, or for the lengths and block size of the first BlockMask in the list. Raises ValueError where lengths differ.
         """
-        compiled, device = _compile_each("per_head", masks, q_len, kv_len, block_size, device)
-        return BlockMask.of_tables(build.from_heads(compiled, 1, len(compiled))).to(device)
+        return _join_masks("per_head", masks, q_len, kv_len, block_size, device)
 
     @staticmethod
     @outside_graphs
@@ -306,8 +305,7 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
         device: Device | None = None,
     ) -> BlockMask:
         """One mask per sequence of a batch, for all heads; otherwise as ``per_head``."""
-        compiled, device = _compile_each("per_batch", masks, q_len, kv_len, block_size, device)
-        return BlockMask.of_tables(build.from_heads(compiled, len(compiled), 1)).to(device)
+        return _join_masks("per_batch", masks, q_len, kv_len, block_size, device)
 
     @outside_graphs
     def select(self, head: int = 0, batch: int = 0) -> BlockMask:
@@ -493,10 +491,10 @@ def as_block_mask(
     return convert_foreign_mask(mask)
 
 
-def _compile_each(
+def _join_masks(
     name: str, masks: Iterable[MaskLike], q_len: int | None, kv_len: int | None, block_size: int, device: Device | None
-) -> tuple[list[BlockMask], Device]:
-    """Each of the masks on the CPU, and where they go."""
+) -> BlockMask:
+    """``BlockMask.per_head`` and ``per_batch``, by name."""
     if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
         raise TypeError(f"{name} needs a list of patterns or masks; got {type(masks).__name__}")
     masks = [from_flex_cached(mask) if isinstance(mask, FlexMask) else mask for mask in masks]
@@ -512,7 +510,8 @@ def _compile_each(
     keys = [item if isinstance(item, (Pattern, str)) else id(item) for item in masks]
     distinct = dict(zip(keys, masks, strict=True))
     compiled = {key: as_block_mask(item, q_len, kv_len, block_size).to("cpu") for key, item in distinct.items()}
-    return [compiled[key] for key in keys], device or "cpu"
+    shape = (1, len(keys)) if name == "per_head" else (len(keys), 1)
+    return BlockMask.of_tables(build.from_heads([compiled[key] for key in keys], *shape)).to(device or "cpu")
 
 
 def _grid_of_rows(rows: int, block_size: int, q_len: int | None, kv_len: int | None) -> BlockGrid:
