@@ -35,7 +35,7 @@ from .mask_tables import MaskTables
 from .memory import cached_until_cleared, register_clear
 from .parsing import parse
 from .pattern import Pattern, short_text
-from .table import MOST_DERIVED, KernelTables, Table
+from .table import MOST_DERIVED, KernelTables, Table, move_tables
 from .tall import tall_rows
 
 Device: TypeAlias = torch.device | str
@@ -342,15 +342,12 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
         if name not in self.__dict__:
             if not self.from_host or is_recorded(self.device):
                 return None
+            of_one_mask = self.block_size == KERNEL_BLOCK and self.masks == 1
+            few = self.by_query.col_idx.numel() <= MOST_DERIVED
+            made = run_in_thread(lambda: move_tables(make(self.to("cpu")), self.device)) if of_one_mask and few else None
             # Launches may have been remembered with the first tables, so those stay, should two threads make some.
-            self.__dict__.setdefault(name, run_in_thread(self._derive, make))
+            self.__dict__.setdefault(name, made)
         return cast("KernelTables | None", self.__dict__[name])
-
-    def _derive(self, make: Callable[[MaskTables], KernelTables | None]) -> KernelTables | None:
-        if self.block_size != KERNEL_BLOCK or self.masks > 1 or self.by_query.col_idx.numel() > MOST_DERIVED:
-            return None
-        made = make(self.to("cpu"))
-        return made and made.to(self.device)
 
     def constants(self) -> list[torch.Tensor]:
         """``tensors()`` as constants of a compiled graph: separate tensors, whose lengths are not dynamic."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -99,10 +99,6 @@ class Table(NamedTuple):
         cols, tile = (t[:count].cpu().numpy().astype(np.int64) for t in (self.col_idx, self.tile_idx))
         return np.repeat(rows, counts.ravel()), cols, np.repeat(kinds, counts.ravel()), tile
 
-    def to(self, device: torch.device) -> Table:
-        """The same table on another device."""
-        return Table(*(tensor.to(device) for tensor in self))
-
     def has_document_order(self) -> bool:
         """Whether one mask's table on the host has its rows in order of documents: see ``groups_of``."""
         return bool(groups_of(self.row_ptr[0].numpy(), self.row_split[0].numpy(), self.col_idx.numpy()).any())
@@ -126,13 +122,6 @@ class KernelTables(NamedTuple):
     starts: torch.Tensor | None
     document_order: bool
 
-    def to(self, device: torch.device) -> KernelTables:
-        """The same tables on another device."""
-        by_key = None if self.by_key is None else self.by_key.to(device)
-        index, runs, bits = (tensor.to(device) for tensor in (self.mask_index, *self.tiles))
-        starts = None if self.starts is None else self.starts.to(device)
-        return self._replace(mask_index=index, by_query=self.by_query.to(device), by_key=by_key, tiles=(runs, bits), starts=starts)
-
     @property
     def from_host(self) -> bool:
         return True
@@ -141,6 +130,14 @@ class KernelTables(NamedTuple):
     def whole_columns(self) -> torch.Tensor:
         """The work items of ``by_key``, which has no splits."""
         return cast(Table, self.by_key).work
+
+
+def move_tables(tables: Any, device: torch.device) -> Any:
+    """``KernelTables`` or None on another device, with all tensors in them."""
+    if isinstance(tables, tuple):
+        moved = (move_tables(one, device) for one in tables)
+        return type(tables)(*moved) if hasattr(tables, "_fields") else tuple(moved)
+    return tables.to(device) if isinstance(tables, torch.Tensor) else tables
 
 
 class FullBlocks(NamedTuple):
