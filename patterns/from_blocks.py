@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from ..masks.fields import Positive, set_fields
+from ..masks.pattern import ADD_REST
 from ..masks.registry import register_pattern
 from ..masks.rules import UnitPattern
 
@@ -47,9 +48,9 @@ class FromBlocks(UnitPattern):
         return np.array([[digit == "1" for digit in row] for row in self.blocks.split("/")])
 
     @property
-    def covers_part(self):
+    def uncovered_advice(self):
         """Units before the first row of a wide array keep nothing."""
-        return self._shift > 0
+        return ADD_REST if self._shift > 0 else None
 
     def named_tokens(self):
         cols = self._array.shape[1]

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..masks.fields import BEYOND, Natural, set_fields
 from ..masks.parsing import parse
-from ..masks.pattern import DerivedPattern, Pattern
+from ..masks.pattern import ADD_REST, DerivedPattern, Pattern
 from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern, move_pattern
 
@@ -49,12 +49,10 @@ class Shifted(DerivedPattern):
         super().__post_init__()
 
     @property
-    def covers_part(self):
-        return not self.allow_uncovered
-
-    @property
-    def coverage_hint(self):
-        return f"{super().coverage_hint}; or pass allow_uncovered=True to shifted, if they are to keep nothing"
+    def uncovered_advice(self):
+        if self.allow_uncovered:
+            return None
+        return f"{ADD_REST}; or pass allow_uncovered=True to shifted, if they are to keep nothing"
 
     @property
     def expression(self):

@@ -36,10 +36,6 @@ class OverTiles(UnitPattern):
     """The rule applies to tiles of a ``layout``: define ``tile_rule``. The units are its tiles, and after them what is beside."""
 
     keep_beside = True
-    coverage_hint = (
-        "leave keep_beside=False out, or add what the tokens beside the video keep, such as last_tokens(n): in tile order they "
-        "are last"
-    )
     hides_padding = True
     window_in_tiles = None  # (frames, height, width) in tiles, of a pattern whose windows all have one size
 
@@ -48,8 +44,9 @@ class OverTiles(UnitPattern):
         return prod(self.layout.tile)
 
     @property
-    def covers_part(self):
-        return not self.keep_beside
+    def uncovered_advice(self):
+        advice = "leave keep_beside=False out, or add what the tokens beside the video keep, such as last_tokens(n)"
+        return None if self.keep_beside else f"{advice}: in tile order they are last"
 
     def named_tokens(self):
         return (self.layout.length,) * 2
@@ -83,7 +80,7 @@ class OverTiles(UnitPattern):
         kept = super().token_tiles(q, kv)  # it may look at the first token of each tile alone
         return kept & self.layout.has_position(q)[:, :, None] & self.layout.exists(kv)[:, None, :]
 
-    def alike(self, grid, rows, cols):
+    def block_keys(self, grid, rows, cols):
         if grid.offset % self.block:  # else a block is whole tiles, or within one
             return None
         q, kv = grid.q_positions(np.arange(grid.q_blocks)), grid.kv_positions(np.arange(grid.kv_blocks))

@@ -10,10 +10,8 @@ from .api.varlen import attention_varlen
 from .choosers import built_in as built_in
 from .choosers.report import ChoiceReport
 from .integrations import masks_of, record_masks
-from .masks import methods as methods  # completes BlockMask
-from .masks.block_mask import BlockMask
+from .masks.block_mask import BlockMask, compile_mask
 from .masks.chooser import Chooser, list_choosers, register_chooser
-from .masks.compiler import compile_mask
 from .masks.fields import positive_int
 from .masks.parsing import parse
 from .masks.pattern import DerivedPattern, Pattern

@@ -15,8 +15,8 @@ from ..compat.pytorch import is_plain_eager
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, ChosenBlocks, prepare, repeat
 from ..kernels.common.layout import layouts
-from ..masks.block_mask import BlockMask
-from ..masks.cache import compile_cached, convert_foreign_mask, to_traceable
+from ..masks.block_mask import BlockMask, compile_cached, convert_foreign_mask
+from ..masks.cache import to_traceable
 from ..masks.chooser import find_unstated_causal, has_choosers, without_choosers
 from ..masks.fit import check_known_end
 from ..masks.memory import cached_until_cleared, register_clear

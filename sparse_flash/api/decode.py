@@ -13,9 +13,8 @@ from ..compat.pytorch import is_plain_eager, plain_tensors
 from ..dispatch import operators
 from ..kernels.common.layout import layouts
 from ..kernels.launch.memory import keep, prepared_under
-from ..masks.block_mask import BlockMask
-from ..masks.cache import convert_foreign_mask, fake_mask_if_needed, keep_if_captured, run_in_thread, to_traceable
-from ..masks.compiler import compile_up_to
+from ..masks.block_mask import BlockMask, compile_up_to, convert_foreign_mask, fake_mask_if_needed
+from ..masks.cache import keep_if_captured, run_in_thread, to_traceable
 from ..masks.fit import check_fit, parse_if_names_tokens
 from ..masks.memory import cached_until_cleared
 from ..masks.parsing import parse, text_of

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import backends
-from ..masks.block_mask import BlockMask
-from ..masks.cache import convert_foreign_mask
+from ..masks.block_mask import BlockMask, convert_foreign_mask
 from ..masks.chooser import has_choosers, without_choosers
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern, short_text

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..masks.block_mask import BlockMask
-from ..masks.cache import as_block_mask
+from ..masks.block_mask import BlockMask, as_block_mask
 from ..masks.chooser import check_keep
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from ..kernels.common.layout import empty_out
-from ..masks.block_mask import BlockMask
-from ..masks.from_maps import dense_mask
+from ..masks.block_mask import BlockMask, dense_mask
 from ..masks.grid import BlockGrid
 from ..masks.memory import register_clear
 from ..variant.definition import (

@@ -18,13 +18,10 @@ from ..compat.names import operator_name
 from ..compat.pytorch import is_recorded
 from ..dispatch.call import ChosenBlocks
 from ..dispatch.operators import build_chosen_mask
-from ..masks.block_mask import BlockMask, MaskLike
-from ..masks.cache import resolve_single_mask
+from ..masks.block_mask import BlockMask, MaskLike, from_block_maps, resolve_single_mask, resolve_within
 from ..masks.chooser import Chooser, HeadChoice, choices_of, chooser_block_size, is_causal
-from ..masks.from_maps import from_block_maps
 from ..masks.grid import BlockGrid
 from ..masks.memory import cached_until_cleared
-from ..masks.methods import resolve_within
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern
 from ..masks.select_blocks import can_launch_kernel

@@ -12,10 +12,9 @@ from torch import Tensor
 from ..backends import compute_dtype, lse_to_subtract, merge_results
 from ..backends.torch import without_autocast
 from ..compat.dynamo import outside_graphs
-from ..masks.block_mask import BlockMask
+from ..masks.block_mask import BlockMask, resolve_within
 from ..masks.chooser import choices_of
 from ..masks.grid import BlockGrid
-from ..masks.methods import resolve_within
 from ..masks.pattern import Pattern
 
 # Queries per sequence and head. A prime, so that positions within blocks differ: 256 queries of 32,768 would all end a block.

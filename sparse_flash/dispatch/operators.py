@@ -26,11 +26,9 @@ from ..compat.pytorch import (
     is_plain_eager,
     resolve_apply,
 )
-from ..masks.block_mask import BlockMask, check_batch_and_heads
-from ..masks.cache import compile_cached, keep_if_captured
-from ..masks.from_maps import from_block_maps
+from ..masks.block_mask import BlockMask, check_batch_and_heads, compile_cached, from_block_maps, resolve_within
+from ..masks.cache import keep_if_captured
 from ..masks.grid import BlockGrid
-from ..masks.methods import resolve_within
 from ..variant.definition import sink_gradient, with_sinks
 from ..variant.variant import NO_VARIANT, Variant
 from .call import AttentionCall, ChosenBlocks, prepare

@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from ..api.arguments import check_shapes, check_types, refuse_probabilities
 from ..api.attention import attention
 from ..api.document_arguments import check_packed, resolve_longest
+from ..masks.block_mask import BlockMask
 from ..masks.memory import cached_until_cleared
-from ..masks.methods import from_blocks
 from ..masks.parsing import parse
 from ..masks.pattern import PerHead
 
@@ -186,7 +186,7 @@ def _block_mask(rules: list[tuple[int, int, int]], maps, own: slice, causal: boo
     if maps is not None and maps.shape[1]:
         maps = maps[own, number.clamp(min=0), : kept.shape[2], : kept.shape[3]]
         kept = torch.where(number[:, None, None] >= 0, maps != 0, kept)
-    return from_blocks(kept, _BLOCK, q_len, kv_len, "causal" if causal else None)
+    return BlockMask.from_blocks(kept, _BLOCK, q_len, kv_len, "causal" if causal else None)
 
 
 @cached_until_cleared(maxsize=256)

@@ -30,7 +30,8 @@ from ..api.arguments import check_precision
 from ..api.attention import attention
 from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import outside_graphs
-from ..masks.cache import compile_cached, to_traceable
+from ..masks.block_mask import compile_cached
+from ..masks.cache import to_traceable
 from ..masks.chooser import has_choosers
 from ..masks.fit import check_known_end
 from ..masks.memory import cached_until_cleared

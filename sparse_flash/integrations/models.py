@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from ..api.call import DEFAULT_BLOCK_SIZE, observers
-from ..masks.block_mask import BlockMask
-from ..masks.cache import compile_cached
+from ..masks.block_mask import BlockMask, compile_cached
 from ..masks.compiler import is_shift_invariant
 from ..masks.parsing import parse
 from ..masks.pattern import Pattern, short_text

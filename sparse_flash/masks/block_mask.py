@@ -1,34 +1,51 @@
-"""BlockMask: the lookup table that kernels iterate over. The class docstring defines its format."""
+"""BlockMask: the lookup table that kernels iterate over, made of anything that stands for a mask. The class docstring defines its
+format.
+
+This module is above all others of tables: those make the fields, the class and ``compile_mask`` call them.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias, cast
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
+from ..compat.captured import check_parameters, state_of
+from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import mark_lengths_dynamic, outside_graphs, outside_inference, with_fixed_lengths
-from ..compat.pytorch import is_recorded
+from ..compat.names import PACKAGE
+from ..compat.pytorch import WeakIdKeyDictionary, fake_mode, is_recorded, plain_tensors
+from . import build, from_flex
+from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread, to_traceable
+from .coarsen import KERNEL_BLOCK, is_coarse_faster
+from .compiler import compile_tables
 from .costs import is_dense_as_fast
-from .grid import EMPTY, FULL, PARTIAL, BlockGrid, check_index
-from .pattern import Pattern
-from .select_blocks import arange_int32
-from .table import FullBlocks, PartialBlocks, Table, bands_of, ordered_bounds, work_of_whole_rows
-from .tiles import dense_batches, unpack_bits, unpack_runs
-
-if TYPE_CHECKING:
-    from . import methods
+from .document_blocks import document_blocks
+from .fit import check_fit
+from .from_flex import MaskFunction
+from .from_maps import check_integers, dense_tensors, map_from_lists, map_from_rows, select_by_maps
+from .grid import BlockGrid
+from .mask_tables import MaskTables
+from .memory import cached_until_cleared, register_clear
+from .parsing import parse
+from .pattern import Pattern, short_text
+from .table import MOST_DERIVED, KernelTables, Table, move_tables
+from .tall import tall_rows
 
 Device: TypeAlias = torch.device | str
 
 # Masks made on the host, by the address of ``by_query.work``.
 _host_masks: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
+# A FlexAttention mask -> (what it was made of, the state of data that its function reads, BlockMask), as long as the mask lives.
+_flex_cache = WeakIdKeyDictionary()
+register_clear(_flex_cache.clear)
+_MOST_KEPT_BLOCKS = 1 << 20  # of a remembered mask that keeps every block; some 60 bytes each
 
 
 def _public(names: Iterable[str]) -> list[str]:
@@ -45,7 +62,7 @@ class _ShowsPublicNames(type):
 
 
 @dataclass(frozen=True, eq=False)
-class BlockMask(metaclass=_ShowsPublicNames):
+class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
     """Which blocks of the attention matrix to visit, and which pairs to keep in partial blocks.
 
     Create one with ``compile_mask``, ``BlockMask.from_blocks`` or ``BlockMask.per_head``. Immutable.
@@ -73,38 +90,12 @@ class BlockMask(metaclass=_ShowsPublicNames):
                 tile = None if e < runs else (tile_runs if e < bits else tile_bits)[t.tile_idx[e]]
     """
 
-    q_len: int
-    kv_len: int
-    block_size: int
-    keeps_all: bool
-    mask_index: torch.Tensor
-    by_query: Table
-    by_key: Table
-    tile_runs: torch.Tensor
-    tile_bits: torch.Tensor
     coarse: BlockMask | None = None
-    from_host: bool = False
-    document_order: bool = False
     slow: bool = False
 
     # The mask whose blocks these are a choice of, made on the device: then launches are kept with that one, for all such masks.
     selected_from: ClassVar[BlockMask | None] = None
     starts: ClassVar[None] = None  # blocks start at multiples of their size, except in ``by_document``
-
-    if TYPE_CHECKING:  # ``methods`` defines what makes masks, above this module and the compiler, and attaches it
-        from_blocks = staticmethod(methods.from_blocks)
-        from_bsr = staticmethod(methods.from_bsr)
-        from_dense = staticmethod(methods.from_dense)
-        from_flex = staticmethod(methods.from_flex)
-        from_lists = staticmethod(methods.from_lists)
-        from_mask_mod = staticmethod(methods.from_mask_mod)
-        per_batch = staticmethod(methods.per_batch)
-        per_head = staticmethod(methods.per_head)
-        select = methods.select
-        transpose = methods.transpose
-        in_blocks_of = methods.in_blocks_of
-        tall = property(methods.tall)
-        by_document = property(methods.by_document)
 
     def __post_init__(self) -> None:
         # Otherwise torch.compile would recompile for each table length and number of stored masks, and each mask has its own.
@@ -128,70 +119,235 @@ class BlockMask(metaclass=_ShowsPublicNames):
 
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = _does_not_combine
 
-    def stored_index(self, batch: int, head: int) -> int:
-        """Which stored mask a head uses."""
-        batches, heads = self.mask_index.shape  # 1 stands for any number
-        batch = check_index("batch", batch, batches) if batches > 1 else 0
-        head = check_index("head", head, heads) if heads > 1 else 0
-        return int(self.mask_index[batch, head])
+    @classmethod
+    def of_tables(cls, tables: MaskTables) -> BlockMask:
+        """The mask of tables made on the host, plus its coarse form if kernels are predicted to be faster on that."""
+        coarse = cls.of_tables(build.in_blocks_of(tables, KERNEL_BLOCK)) if is_coarse_faster(tables) else None
+        return cls(**{field.name: getattr(tables, field.name) for field in fields(MaskTables)}, coarse=coarse)
+
+    @staticmethod
+    @outside_inference
+    def from_blocks(
+        blocks: torch.Tensor, block_size: int, q_len: int | None = None, kv_len: int | None = None, within: MaskLike | None = None
+    ) -> BlockMask:
+        """A mask from a block map computed at run time, on the map's device.
+
+        blocks: (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks) bool, True where a block is kept.
+        block_size: tokens on a side of a block. q_len, kv_len: tokens; one of them is both if there are as many blocks of queries
+        as of keys, and they default to whole blocks.
+        within: which pairs of those blocks to keep, all by default: a Pattern or its spec text, or a BlockMask of one mask, with
+        the same lengths and block size, on the map's device. With causal, for instance, diagonal blocks get their tile, and blocks
+        above the diagonal are dropped.
+
+        Launches only tensor operations of fixed shapes: no host synchronization, safe under CUDA graphs. A pattern is compiled on
+        the host at its first use with these lengths, and cached: use it once before capturing a graph. The table has room for every
+        block that ``within`` keeps, as the host does not know the number kept.
+        """
+        if not isinstance(blocks, torch.Tensor):
+            raise TypeError(f"blocks must be a bool tensor; got {type(blocks).__name__}; use torch.tensor(...)")
+        if blocks.dtype != torch.bool or blocks.dim() not in (2, 4):
+            raise ValueError(
+                "blocks must be a bool tensor of shape (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks); "
+                f"got {blocks.dtype} of shape {tuple(blocks.shape)}; compare or use .bool()"
+            )
+        if 0 in blocks.shape:
+            raise ValueError(f"blocks must not be empty; got shape {tuple(blocks.shape)}")
+        blocks = blocks if blocks.dim() == 4 else blocks[None, None]
+        q_blocks, kv_blocks = blocks.shape[2:]
+        if q_blocks == kv_blocks:  # of self-attention: one length is both
+            q_len, kv_len = (kv_len or None) if q_len is None else q_len, q_len if kv_len is None else kv_len
+        q_len = q_blocks * block_size if q_len is None else q_len
+        kv_len = kv_blocks * block_size if kv_len is None else kv_len
+        grid = BlockGrid(q_len, kv_len, block_size)
+        if grid.shape != (q_blocks, kv_blocks):
+            raise ValueError(
+                f"blocks is a map of {q_blocks} x {kv_blocks} blocks, but {grid.q_len} x {grid.kv_len} tokens in blocks of "
+                f"{block_size} are {grid.q_blocks} x {grid.kv_blocks}"
+            )
+        return from_block_maps(blocks, grid, resolve_within(within, grid, blocks.device))
+
+    @staticmethod
+    @outside_inference
+    def from_lists(
+        kv_indices: torch.Tensor,
+        kv_counts: torch.Tensor,
+        block_size: int,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        within: MaskLike | None = None,
+    ) -> BlockMask:
+        """A mask from lists of the blocks of keys that each block of queries keeps, on the device of the lists.
+
+        kv_indices: (batch | 1, heads | 1, q_blocks, n) or (q_blocks, n) int32 or int64. Row r keeps the blocks of keys
+        kv_indices[..., r, : kv_counts[..., r]], in any order; entries past the count may hold anything.
+        kv_counts: (batch | 1, heads | 1, q_blocks) or (q_blocks,) int32 or int64, 0 to n. The queries of a count of 0 return 0.
+        block_size: tokens on a side of a block. q_len: tokens; whole blocks by default. kv_len: tokens; q_len by default.
+        within: which pairs of those blocks to keep, as for ``from_blocks``.
+
+        Like ``from_blocks``, it needs no host synchronization and is safe under CUDA graphs. Raises ValueError for CPU tensors with
+        a block beyond the keys or a count beyond n. Values on a GPU are not checked: blocks beyond the keys are left out.
+        """
+        check_integers(("kv_indices", "kv_counts"), kv_indices, kv_counts)
+        grid = _grid_of_rows(kv_indices.shape[-2] if kv_indices.dim() > 1 else 1, block_size, q_len, kv_len)
+        return BlockMask.from_blocks(map_from_lists(kv_indices, kv_counts, grid.shape), block_size, grid.q_len, grid.kv_len, within)
+
+    @staticmethod
+    @outside_inference
+    def from_bsr(
+        crow_indices: torch.Tensor,
+        col_indices: torch.Tensor,
+        block_size: int,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        within: MaskLike | None = None,
+    ) -> BlockMask:
+        """A mask from compressed rows of kept blocks (BSR), on the device of these tensors.
+
+        For a torch.sparse_bsr tensor t, pass ``t.crow_indices()`` and ``t.col_indices()``; every stored block is kept, whatever its
+        values. FlashInfer calls the two indptr and indices.
+        crow_indices: (q_blocks + 1,) or (batch | 1, heads | 1, q_blocks + 1) int32 or int64. Row r keeps the blocks of keys
+        col_indices[..., crow_indices[..., r] : crow_indices[..., r + 1]], in any order.
+        col_indices: (nnz,) or (batch | 1, heads | 1, nnz) int32 or int64; entries past the last row's may hold anything.
+        block_size, q_len, kv_len, within: as for ``from_lists``. So are the errors, and it needs no host synchronization either.
+        """
+        check_integers(("crow_indices", "col_indices"), crow_indices, col_indices)
+        grid = _grid_of_rows(crow_indices.shape[-1] - 1 if crow_indices.dim() else 1, block_size, q_len, kv_len)
+        return BlockMask.from_blocks(
+            map_from_rows(crow_indices, col_indices, grid.shape), block_size, grid.q_len, grid.kv_len, within
+        )
+
+    @staticmethod
+    @outside_graphs
+    def from_dense(kept: torch.Tensor, block_size: int = 128) -> BlockMask:
+        """The mask of a bool tensor, True where a pair is kept, on its device.
+
+        kept: (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len) bool. For masks that already exist as such a tensor: unlike
+        ``compile_mask``, it scans all pairs on the host. Equal masks of several heads are stored once.
+        """
+        return BlockMask.of_tables(build.from_dense(kept, block_size)).to(kept.device)
+
+    @staticmethod
+    @outside_inference
+    def from_flex(mask: FlexMask) -> BlockMask:
+        """Converts a FlexAttention mask, on its device: keeps exactly the pairs that ``flex_attention`` keeps.
+
+        mask: ``torch.nn.attention.flex_attention.BlockMask`` with square blocks. Its token rule is evaluated once, on the blocks
+        that it lists as partial. A flex_attention rule counts queries from 0, and so does this mask, whatever the lengths:
+        alignment at the end belongs to patterns, not to tables. A ``score_mod`` is not part of a mask.
+
+        A mask without a token rule has None or PyTorch's ``noop_mask`` as its ``mask_mod``. It is converted like the lists of
+        ``from_lists``: without host synchronization, also in CUDA graphs and compiled code. The sides of its blocks may be any
+        multiples of 16, as its blocks are divided into square ones that tables support.
+        """
+        if from_flex.keeps_listed_blocks(mask):
+            blocks, grid = from_flex.map_from_flex(mask)
+            return from_block_maps(blocks, grid, dense_mask(grid, blocks.device))
+        return BlockMask.of_tables(from_flex.from_flex(mask)).to(mask.kv_indices.device)
+
+    @staticmethod
+    @outside_graphs
+    def from_mask_mod(
+        mask_mod: MaskFunction,
+        batch: int | None,
+        heads: int | None,
+        q_len: int,
+        kv_len: int | None = None,
+        block_size: int = 128,
+        device: Device | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> BlockMask:
+        """The mask of a FlexAttention mask function, as for ``create_block_mask``: every pair for which it is true.
+
+        mask_mod: called with (b, h, q_idx, kv_idx), 0-d int64 tensors, under torch.vmap; returns a bool tensor. It may look up
+        numbers in tensors on ``device``. Queries count from 0, as in FlexAttention, whatever the lengths: alignment at the end
+        belongs to patterns, not to tables.
+        batch, heads: how many of each; None for one shared mask. q_len, kv_len: tokens; kv_len defaults to q_len.
+        device: where the function is evaluated and the table is stored; the CPU by default.
+        progress: whether to show a progress bar; None shows one above 2^28 pairs.
+
+        It evaluates every pair, once for each batch entry and head that the function distinguishes, in bounded memory: 65,536
+        tokens are 4 billion pairs, which take a minute or so on a CPU and seconds on a GPU. Equal masks of several heads are stored
+        once. A pattern avoids this cost: ``compile_mask`` handles causal masks, windows and documents of a million tokens.
+
+        Raises TypeError or ValueError for an unsuitable function.
+        """
+        if not callable(mask_mod):
+            raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx); got {type(mask_mod).__name__}")
+        check_parameters(mask_mod, "from_mask_mod", ("b", "h", "q_idx", "kv_idx"), "from_mask_fn takes one of (q, kv)")
+        grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
+        device = torch.device(device or "cpu")
+        return BlockMask.of_tables(from_flex.from_mask_mod(mask_mod, batch, heads, grid, device, progress)).to(device)
+
+    @staticmethod
+    @outside_graphs
+    def per_head(
+        masks: Iterable[MaskLike],
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        block_size: int = 128,
+        device: Device | None = None,
+    ) -> BlockMask:
+        """One mask per query head; equal ones are stored once.
+
+        masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the given lengths and block
+        size, or for the lengths and block size of the first BlockMask in the list. Raises ValueError where lengths differ.
+        """
+        return _join_masks("per_head", masks, q_len, kv_len, block_size, device)
+
+    @staticmethod
+    @outside_graphs
+    def per_batch(
+        masks: Iterable[MaskLike],
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        block_size: int = 128,
+        device: Device | None = None,
+    ) -> BlockMask:
+        """One mask per sequence of a batch, for all heads; otherwise as ``per_head``."""
+        return _join_masks("per_batch", masks, q_len, kv_len, block_size, device)
+
+    @outside_graphs
+    def select(self, head: int = 0, batch: int = 0) -> BlockMask:
+        """The mask of one head of one batch entry, on its device. Raises TypeError or IndexError for numbers that it has not."""
+        return BlockMask.of_tables(build.select(self, self.stored_index(batch, head))).to(self.device)
+
+    @outside_graphs
+    def transpose(self) -> BlockMask:
+        """The mask with queries and keys exchanged, and the same map of heads."""
+        return BlockMask.of_tables(build.transpose(self)).to(self.device)
+
+    @outside_graphs
+    def in_blocks_of(self, block_size: int) -> BlockMask:
+        """The same mask in larger blocks, on its device. Raises ValueError unless the size is a multiple of its block size."""
+        return BlockMask.of_tables(build.in_blocks_of(self, block_size)).to(self.device)
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        return self.q_len, self.kv_len, self.block_size
-
-    @cached_property
-    def keeps_causal(self) -> bool:
-        """Whether each query keeps exactly the keys up to its own index, by the table, which is read once: for masks on a CPU."""
-        rows, tokens = self.grid.q_blocks, self.q_len
-        if tokens != self.kv_len or (np.diff(self.mask_bounds(), prepend=0) != rows * (rows + 1) // 2).any():
-            return False
-        return self.is_causal and bool((self.kept_pairs() == tokens * (tokens + 1) // 2).all())
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Equal for equal masks on the CPU, as compiled tables are canonical. All else follows from the table by query."""
-        digest = hashlib.sha256(repr(self.sizes).encode())
-        for tensor in (self.mask_index, *self.by_query.in_use()[:5], *self.tiles):
-            digest.update(repr(tuple(tensor.shape)).encode())
-            digest.update(np.ascontiguousarray(tensor.numpy()).data)
-        return digest.digest()
+    def tall(self) -> KernelTables | None:
+        """``by_query`` in rows of 192 queries, for forward kernels that are faster over these; made at the first use, which reads
+        the table. None where they are not, for masks that differ between heads, and for masks made at run time."""
+        return self._derive_once("_tall", tall_rows)
 
     @property
-    def grid(self) -> BlockGrid:
-        return BlockGrid(*self.sizes)
+    def by_document(self) -> KernelTables | None:
+        """Both tables in blocks that start where documents do, made at the first use, which reads the table.
 
-    @property
-    def device(self) -> torch.device:
-        return self.mask_index.device
+        None where kernels are as fast over the mask's own tables, for masks that differ between heads, and for masks made at run
+        time, except by ``attention_varlen``."""
+        return self._derive_once("_by_document", document_blocks) if self.q_len == self.kv_len else None
 
-    @property
-    def tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.tile_runs, self.tile_bits
-
-    @property
-    def masks(self) -> int:
-        """How many distinct masks are stored."""
-        return self.by_query.row_ptr.shape[0]
-
-    @cached_property
-    def whole_columns(self) -> torch.Tensor:
-        """``by_key.work`` with no column split."""
-        t = self.by_key
-        return work_of_whole_rows(t.row_order, ordered_bounds(t.row_ptr, t.row_split, t.row_order))
-
-    @property
-    def row_queries(self) -> int:
-        """Queries in a row of ``by_query``."""
-        return self.block_size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tables and tiles."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
-
-    def tensors(self) -> list[torch.Tensor]:
-        """mask_index, by_query's tensors, by_key's tensors, tile_runs, tile_bits."""
-        return [self.mask_index, *self.by_query, *self.by_key, *self.tiles]
+    def _derive_once(self, name: str, make: Callable[[MaskTables], KernelTables | None]) -> KernelTables | None:
+        """make(mask), kept with the mask under this name; None where nothing may be kept, and for several masks, other blocks than
+        of 128 and very many blocks."""
+        if name not in self.__dict__:
+            if not self.from_host or is_recorded(self.device):
+                return None
+            of_one_mask = self.block_size == KERNEL_BLOCK and self.masks == 1
+            few = self.by_query.col_idx.numel() <= MOST_DERIVED
+            made = run_in_thread(lambda: move_tables(make(self.to("cpu")), self.device)) if of_one_mask and few else None
+            # Launches may have been remembered with the first tables, so those stay, should two threads make some.
+            self.__dict__.setdefault(name, made)
+        return cast("KernelTables | None", self.__dict__[name])
 
     def constants(self) -> list[torch.Tensor]:
         """``tensors()`` as constants of a compiled graph: separate tensors, whose lengths are not dynamic."""
@@ -248,158 +404,6 @@ class BlockMask(metaclass=_ShowsPublicNames):
         mask = self.coarse if on_gpu and self.coarse is not None else self
         return None if mask.keeps_all else mask
 
-    def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Every kept block of every stored mask, as ``Table.entries`` gives it."""
-        return self.by_query.entries()
-
-    def bands(self, number: int = 0, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:
-        """The kept blocks of a stored mask, some rows of them at a time, a multiple of ``step``: the full ones as runs, so that a
-        dense mask takes little more memory than its table."""
-        return bands_of(self.by_query, number, self.grid.kv_blocks, step)
-
-    def kept(self, number: int = 0) -> tuple[FullBlocks, PartialBlocks]:
-        """The kept blocks of a stored mask in table order, the full ones as runs."""
-        full, partial = zip(*self.bands(number), strict=True)
-        runs = (np.concatenate(axes) for axes in zip(*(blocks[1:] for blocks in full), strict=True))
-        return FullBlocks(self.grid.shape, *runs), PartialBlocks(*map(np.concatenate, zip(*partial, strict=True)))
-
-    def mask_bounds(self) -> np.ndarray:
-        """The end of each stored mask's entries."""
-        return self.by_query.row_ptr[:, -1].cpu().numpy().astype(np.int64)
-
-    def tile_pairs(self, kind: np.ndarray, tile: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
-        """Which pairs tiles keep, given kind and tile as from ``entries``: (n, block, block) bool, or some rows of these."""
-        runs, bits = (t[:, rows].cpu().numpy() for t in self.tiles)
-        first, stop = unpack_runs(runs[np.where(kind == 1, tile, 0)])
-        column = np.arange(self.block_size)
-        dense = (column >= first[:, :, None]) & (column < stop[:, :, None])
-        dense[kind == 2] = unpack_bits(bits[tile[kind == 2]], self.block_size)
-        dense[kind == 0] = True
-        return dense
-
-    def kept_pairs(self) -> np.ndarray:
-        """(masks,) int64: how many (query, key) pairs each stored mask keeps."""
-        kept = np.zeros(self.masks, np.int64)
-        for number in range(self.masks):
-            for full, partial in self.bands(number):
-                kept[number] += full.blocks * self.block_size**2 + self.pairs_of(partial.kinds, partial.tiles).sum()
-        return kept
-
-    @cached_property
-    def entry_masks(self) -> np.ndarray:
-        bounds = self.mask_bounds()
-        return np.repeat(np.arange(self.masks), np.diff(bounds, prepend=0))
-
-    @cached_property
-    def _pairs_of_tiles(self) -> tuple[np.ndarray, np.ndarray]:
-        """How many pairs each run tile and each bit tile keeps."""
-        runs, bits = (t.cpu().numpy() for t in self.tiles)
-        first, stop = unpack_runs(runs)
-        return (stop - first).sum(1, dtype=np.int64), np.bitwise_count(bits.view(np.uint32)).sum((1, 2), dtype=np.int64)
-
-    def pairs_of(self, kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
-        """How many pairs blocks keep, given kind and tile as from ``entries``: (n,) int64."""
-        pairs = np.full(len(kind), self.block_size**2, np.int64)
-        for which, counts in enumerate(self._pairs_of_tiles, start=1):
-            pairs[kind == which] = counts[tile[kind == which]]
-        return pairs
-
-    @property
-    def density(self) -> float:
-        """Kept pairs / all pairs, averaged over batch and heads."""
-        return float(self.kept_pairs()[self.mask_index.cpu().numpy()].mean() / (self.q_len * self.kv_len))
-
-    @property
-    def block_density(self) -> float:
-        """Visited blocks / all blocks, averaged over batch and heads."""
-        visited = np.diff(self.mask_bounds(), prepend=0)
-        return float(visited[self.mask_index.cpu().numpy()].mean() / (self.grid.q_blocks * self.grid.kv_blocks))
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether no query sees a later key, under any of the stored masks."""
-        size, key = self.block_size, np.arange(self.block_size)
-        query = key[:, None]
-        for full, partial in (band for number in range(self.masks) for band in self.bands(number)):
-            rows, cols, kinds, tiles = (numbers.astype(np.int64) for numbers in partial)
-            # The position of a block's first key relative to that of its first query.
-            first = (cols - rows) * size - self.grid.offset
-            if (first >= size).any() or (full.stop * size - 1 > full.rows * size + self.grid.offset).any():
-                return False
-            blocks = np.stack([first, kinds, tiles, self.grid.heights(rows), self.grid.widths(cols)])[:, first + size > 1]
-            first, kind, tile, height, width = np.unique(blocks, axis=1)[..., None, None]
-            later = (first + key > query) & (query < height) & (key < width)  # tiles may hold anything past the last token
-            if (later & self.tile_pairs(kind.ravel(), tile.ravel())).any():
-                return False
-        return True
-
-    @outside_graphs
-    def block_states(self) -> torch.Tensor:
-        """Block states: 0 empty, 1 partial, 2 full (keeps all of its existing pairs).
-
-        (q_blocks, kv_blocks) int8, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
-        """
-        rows, cols, kind, tile = self.entries()
-        full = self.pairs_of(kind, tile) == self.grid.heights(rows) * self.grid.widths(cols)
-        states = np.full((self.masks, *self.grid.shape), EMPTY, np.int8)
-        states[self.entry_masks, rows, cols] = np.where(full, FULL, PARTIAL)
-        return self._spread_over_heads(torch.from_numpy(states))
-
-    def kept_blocks(self) -> torch.Tensor:
-        """Which blocks the mask visits, on its device without host synchronization; the reverse of ``from_blocks``.
-
-        (q_blocks, kv_blocks) bool, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
-        """
-        ends = self.by_query.row_ptr[:, 1:].flatten().contiguous()
-        cols = self.by_query.col_idx
-        row = torch.searchsorted(ends, arange_int32(len(cols), self.device), right=True)
-        # Entries beyond row_ptr's last may hold anything, and go to the row past the last.
-        kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
-        index = row * self.grid.kv_blocks + torch.where(row < len(ends), cols, 0)
-        kept.view(-1).scatter_(0, index, True)  # kept[row, cols] = True would copy from the host
-        return self._spread_over_heads(kept[:-1].view(self.masks, *self.grid.shape))
-
-    def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
-        """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
-        row, within = divmod(check_index("query", query, self.q_len), self.block_size)
-        return self.kept_by_queries(self.stored_index(batch, head), row, slice(within, within + 1))[0]
-
-    def kept_by_queries(self, number: int, row: int, within: slice) -> torch.Tensor:
-        """Which keys neighbouring queries of one block row keep: (queries, kv_len) bool on the CPU. number: of the stored mask.
-        within: the queries, counted from the first of the block row."""
-        table, queries = self.by_query, within.stop - within.start
-        begin, end = table.row_ptr[number, row : row + 2].tolist()
-        runs, bits = table.row_split[number, row].tolist()
-        cols, tile = (t[begin:end].cpu().numpy().astype(np.int64) for t in (table.col_idx, table.tile_idx))
-        full, kind = runs - begin, 1 + (np.arange(runs, end) >= bits)
-        kept = np.zeros((queries, self.grid.kv_blocks, self.block_size), bool)
-        kept[:, cols[:full]] = True
-        kept[:, cols[full:]] = self.tile_pairs(kind, tile[full:], within).swapaxes(0, 1)
-        return torch.from_numpy(kept.reshape(queries, -1))[:, : self.kv_len]
-
-    @outside_graphs
-    def to_dense(self) -> torch.Tensor:
-        """True where a pair is kept: (q_len, kv_len) bool, or (batch | 1, heads | 1, q_len, kv_len) for several masks.
-
-        Takes q_len x kv_len bytes per mask: for inspecting short masks and for tests.
-        """
-        rows, cols, kind, tile = self.entries()
-        size = self.block_size
-        dense = np.zeros((self.masks, self.grid.q_blocks, self.grid.kv_blocks, size, size), bool)
-        for part in dense_batches(len(rows), size):
-            dense[self.entry_masks[part], rows[part], cols[part]] = self.tile_pairs(kind[part], tile[part])
-        pairs = dense.transpose(0, 1, 3, 2, 4).reshape(self.masks, self.grid.q_blocks * size, -1)
-        return self._spread_over_heads(torch.from_numpy(pairs[:, : self.q_len, : self.kv_len].copy()))
-
-    def _spread_over_heads(self, per_mask: torch.Tensor) -> torch.Tensor:
-        per_mask = per_mask.to(self.device)
-        return per_mask[0] if self.mask_index.numel() == 1 else per_mask[self.mask_index.long()]
-
-    def equal(self, other: BlockMask) -> bool:
-        """Whether both keep the same pairs in the same table (compiled tables are canonical)."""
-        mine, theirs = ([m.mask_index, *m.by_query.in_use(), *m.by_key.in_use(), *m.tiles] for m in (self, other))
-        return self.sizes == other.sizes and all(torch.equal(a, b.to(a.device)) for a, b in zip(mine, theirs, strict=True))
-
     def __dir__(self) -> list[str]:
         return _public(super().__dir__())
 
@@ -426,3 +430,235 @@ MaskLike: TypeAlias = Pattern | str | BlockMask | FlexMask
 
 # Lets torch.load read a saved mask without weights_only=False.
 torch.serialization.add_safe_globals([BlockMask, Table])
+
+
+@outside_graphs
+def compile_mask(
+    pattern: Pattern | str,
+    q_len: int,
+    kv_len: int | None = None,
+    block_size: int = 128,
+    device: Device | None = None,
+    *,
+    progress: bool | None = None,
+) -> BlockMask:
+    """Compiles a pattern into a lookup table.
+
+    pattern: a Pattern or its spec text. q_len, kv_len: tokens; kv_len defaults to q_len, and where they differ the last query is
+    aligned with the last key. block_size: a power of two in 16..256. device: where the table is stored.
+    progress: whether to show a progress bar; None shows one if compiling evaluates more than 2^28 pairs.
+
+    Never builds anything of size q_len x kv_len. Raises ValueError for lengths and block sizes out of range, and for a pattern that
+    names other tokens than the sequence has: a grid, documents or a block map of another number of tokens, or ``shifted`` parts
+    that say nothing of some queries. With fewer queries than keys, the last tokens that a pattern names may be yet to come.
+    """
+    pattern = parse(pattern) if isinstance(pattern, str) else pattern
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
+    grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
+    longest = max(grid.q_len, grid.kv_len)
+    if longest >= 2**31:  # kernels count tokens in 32 bits, and the table's rows alone would take tens of gigabytes
+        raise ValueError(f"q_len and kv_len must be at most 2^31 - 1 tokens; got {longest:,}; split the sequence")
+    check_fit(pattern, grid.q_len, grid.kv_len)
+    return BlockMask.of_tables(compile_tables(pattern.bind_length(grid.kv_len), grid, progress)).to(device or "cpu")
+
+
+def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: Device) -> BlockMask:
+    """``compile_mask`` for sequences of up to these lengths (a cache, documents): a pattern may name any number of tokens."""
+    pattern = parse(pattern) if isinstance(pattern, str) else pattern
+    try:
+        return BlockMask.of_tables(compile_tables(pattern, BlockGrid(q_len, kv_len, block_size), None)).to(device)
+    except IndexError as error:
+        raise ValueError(
+            f"{short_text(pattern, 200)} must take positions up to {kv_len - 1}, as lengths are rounded up here; it failed: {error}"
+            f"; make the data that it reads {kv_len} long, or clamp positions to them"
+        ) from error
+
+
+def as_block_mask(
+    mask: MaskLike, q_len: int | None = None, kv_len: int | None = None, block_size: int = 128, device: Device | None = None
+) -> BlockMask:
+    """A BlockMask from anything that stands for one. A pattern and its text are compiled for these lengths."""
+    if isinstance(mask, BlockMask):
+        return mask
+    if isinstance(mask, (Pattern, str)):
+        if q_len is None:
+            raise ValueError(f"q_len is needed to compile {mask}; pass q_len=... or a compiled mask")
+        return compile_mask(mask, q_len, kv_len, block_size, device)
+    return convert_foreign_mask(mask)
+
+
+def _join_masks(
+    name: str, masks: Iterable[MaskLike], q_len: int | None, kv_len: int | None, block_size: int, device: Device | None
+) -> BlockMask:
+    """``BlockMask.per_head`` and ``per_batch``, by name."""
+    if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
+        raise TypeError(f"{name} needs a list of patterns or masks; got {type(masks).__name__}")
+    masks = [from_flex_cached(mask) if isinstance(mask, FlexMask) else mask for mask in masks]
+    if not masks:
+        raise ValueError(f"{name} needs at least one pattern or mask; got an empty list")
+    first = next((m for m in masks if isinstance(m, BlockMask)), None)
+    if first is not None:
+        for length, given, own in (("q_len", q_len, first.q_len), ("kv_len", kv_len, first.kv_len)):
+            if given is not None and given != own:
+                raise ValueError(f"{name} got {length}={given} and a mask of {own}; leave {length} out, or compile the mask for it")
+        q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
+        device = device or first.device
+    keys = [item if isinstance(item, (Pattern, str)) else id(item) for item in masks]
+    distinct = dict(zip(keys, masks, strict=True))
+    compiled = {key: as_block_mask(item, q_len, kv_len, block_size).to("cpu") for key, item in distinct.items()}
+    shape = (1, len(keys)) if name == "per_head" else (len(keys), 1)
+    return BlockMask.of_tables(build.from_heads([compiled[key] for key in keys], *shape)).to(device or "cpu")
+
+
+def _grid_of_rows(rows: int, block_size: int, q_len: int | None, kv_len: int | None) -> BlockGrid:
+    """The grid for lists of this many blocks of queries. Raises ValueError if q_len has another number of blocks."""
+    q_len = rows * block_size if q_len is None else q_len
+    grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
+    if grid.q_blocks != rows:
+        raise ValueError(f"q_len must have {rows} blocks of {block_size} queries, as many as there are rows; got {q_len}")
+    return grid
+
+
+def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask:
+    """The blocks of ``within``, one mask of this grid, that each map keeps; see ``select_by_maps``."""
+    mask = BlockMask.from_tensors(*within.sizes, select_by_maps(maps, within))
+    vars(mask)["selected_from"] = within
+    return mask
+
+
+@outside_inference
+def dense_mask(grid: BlockGrid, device: torch.device) -> BlockMask:
+    """The mask that keeps every pair, remembered if it is small."""
+    keep_it = grid.q_blocks * grid.kv_blocks <= _MOST_KEPT_BLOCKS and not is_recorded(device)
+    return (_cached_dense_mask if keep_it else _build_dense_mask)(grid, device)
+
+
+def _build_dense_mask(grid: BlockGrid, device: torch.device) -> BlockMask:
+    return BlockMask.from_tensors(grid.q_len, grid.kv_len, grid.block_size, dense_tensors(grid, device), keeps_all=True)
+
+
+_cached_dense_mask = cached_until_cleared(maxsize=16)(_build_dense_mask)
+
+
+def resolve_within(within: MaskLike | None, grid: BlockGrid, device: torch.device) -> BlockMask:
+    """The BlockMask of one mask; of all pairs for None."""
+    return dense_mask(grid, device) if within is None else resolve_single_mask("within", within, grid, device)
+
+
+def _suggest_fix(mask: object) -> str:
+    """How to make a mask of another type; empty if there is no advice."""
+    if any(base.__module__.endswith((".masks.pattern", ".masks.block_mask")) for base in type(mask).__mro__):
+        return f" of {type(mask).__module__}, another copy of the package than {PACKAGE}; pass spec text, or make the mask here"
+    if type(mask).__name__ == "CausalBias":
+        return "; use 'causal', which aligns the last query with the last key"
+    if isinstance(mask, torch.Tensor):
+        return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
+    if type(mask).__name__ == "BlockSelection":  # its module imports this one
+        return "; a selection by query goes to attention, or as select= to SparseAttention"
+    if type(mask).__name__ == "PackedSelection":
+        return "; a selection of packed documents goes to attention_varlen"
+    if isinstance(mask, (list, tuple)):
+        return "; use per_head for a pattern of each head, BlockMask.per_head for compiled masks, per_batch for each sequence"
+    if isinstance(mask, type):
+        return f" {mask.__name__} itself; call it for a pattern"
+    if callable(mask):
+        return "; use from_mask_fn for a function of positions (q, kv), BlockMask.from_mask_mod for one of (b, h, q_idx, kv_idx)"
+    return "; use 'full' to keep every pair" if mask is None else ""
+
+
+def convert_foreign_mask(mask: object) -> BlockMask:
+    """A BlockMask from something that is neither one nor a pattern. Raises a TypeError that says what a mask must be."""
+    if isinstance(mask, FlexMask):
+        return from_flex_cached(mask)
+    raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}{_suggest_fix(mask)}")
+
+
+def from_flex_cached(mask: FlexMask) -> BlockMask:
+    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced, or its tables or data of its
+    function changed. Where operations are recorded, a mask without a token rule is converted at each call, and by each replay."""
+    if from_flex.keeps_listed_blocks(mask) and is_recorded(mask.kv_indices.device):
+        return BlockMask.from_flex(mask)
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "torch.compile cannot look into a FlexAttention mask that has a mask_mod; make mask = BlockMask.from_flex(mask) "
+            "outside of the compiled function and pass that"
+        )
+    made_of = mask.mask_mod, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    state = state_of(made_of)
+    old_parts, old_state, converted = _flex_cache.get(mask, ((), None, None))
+    if converted is not None and old_state == state and all(map(operator.is_, old_parts, made_of)):
+        keep_if_captured(converted, converted.device)
+        return converted
+    if is_recorded(mask.kv_indices.device):
+        raise ValueError(
+            "a FlexAttention mask is read on the host, which cannot be captured in a CUDA graph or traced; make mask = "
+            "BlockMask.from_flex(mask) before, or call attention with it once before"
+        )
+    made = BlockMask.from_flex(mask)
+    _flex_cache[mask] = made_of, state, made
+    return made
+
+
+def compile_cached(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
+    """``as_block_mask`` of a pattern or its text, cached; in compiled code a constant, under a FakeTensorMode of fake tensors."""
+    if not torch.compiler.is_compiling():
+        mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
+        keep_if_captured(mask, device)
+        return fake_mask_if_needed(mask)
+    pattern = to_traceable(pattern)
+    # operator.index turns symbolic lengths into plain numbers: a compiled graph holds one mask, and another length needs another.
+    q_len, kv_len = operator.index(q_len), operator.index(kv_len)
+    keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
+    # Results of an operation keep their fixed lengths where they are indexed; with dynamic=True, constants would lose them. Without
+    # Dynamo, torch.export fails with a constant that only an operation without users reads.
+    if torch.compiler.is_dynamo_compiling():
+        tensors = [t.detach() for t in tensors]
+    return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all)
+
+
+@constant_in_graphs
+def _constant_tables(
+    pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device
+) -> tuple[bool, list[torch.Tensor]]:
+    """A mask's tables as constants of the compiled graph: torch.compile looks into lists, but not into a BlockMask."""
+    mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
+    with plain_tensors():
+        return mask.keeps_all, mask.constants()
+
+
+@cached_until_cleared(maxsize=64)
+def _cached_mask(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the table of {pattern} for {q_len} queries and {kv_len} keys does not exist yet, and cannot be made while a CUDA "
+            "graph is captured; make the call once before, or pass compile_mask(...)"
+        )
+    return run_in_thread(as_block_mask, pattern, q_len=q_len, kv_len=kv_len, block_size=block_size, device=device)
+
+
+def fake_mask_if_needed(mask: BlockMask) -> BlockMask:
+    """A remembered mask; under a FakeTensorMode one of fake tensors."""
+    if fake_mode() is None:
+        return mask
+    return BlockMask.from_tensors(*mask.sizes, fake_tensors_if_needed(mask.tensors()), mask.keeps_all)
+
+
+def resolve_single_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -> BlockMask:
+    """The BlockMask of one mask with these lengths and blocks on ``device``; patterns come from the cache. Raises ValueError if the
+    mask does not fit. name: what the error calls it."""
+    sizes = grid.q_len, grid.kv_len, grid.block_size
+    if isinstance(mask, (Pattern, str)):
+        mask = compile_cached(mask, *sizes, device)
+    elif not isinstance(mask, BlockMask):
+        mask = convert_foreign_mask(mask)
+    if mask.masks != 1 or mask.mask_index.numel() != 1:
+        raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")
+    if mask.sizes != sizes:
+        raise ValueError(
+            f"{name} must have the lengths and block size of the blocks, (q_len, kv_len, block_size) = {sizes}; got "
+            f"{mask.sizes}; compile it for these, or pass the pattern itself"
+        )
+    if mask.device != device:
+        raise ValueError(f"{name} is on {mask.device}, what it is to limit on {device}; use {name}.to({str(device)!r})")
+    return mask

@@ -1,30 +1,25 @@
-"""Makes BlockMasks of blocks and tiles, of dense tensors, and of other BlockMasks. Knows tables, but no patterns.
-
-``methods.py`` attaches some of these functions to ``BlockMask``; the first argument of those is called ``self``.
-"""
+"""Makes the tables of masks from blocks and tiles, from dense tensors, and from the tables of other masks. Knows no patterns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from ..compat.dynamo import outside_graphs
-from . import coarsen
-from .block_mask import BlockMask
+from .coarsen import merge_blocks
 from .grid import BlockGrid, concat_ranges
+from .mask_tables import MaskTables
 from .table import Entries, FullBlocks, build_table, finish_table, pad_to_two, sort_entries
 from .tiles import FULL_TILE, TilePool, dense_batches
 
 
-def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBlocks | None = None) -> BlockMask:
+def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBlocks | None = None) -> MaskTables:
     """One mask, the same for every batch and head, from kept blocks and their tiles. full: full blocks that are no entries."""
     check_blocks(len(entries.rows) + (0 if full is None else full.blocks))
     full, partial, stacks = sort_entries(entries, grid.shape, pool, full)
     by_query, by_key = build_table(full, partial), build_table(full.transposed(), partial.transposed())
-    return BlockMask(
+    return MaskTables(
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         block_size=grid.block_size,
@@ -53,13 +48,8 @@ def _keeps_all(grid: BlockGrid, full: FullBlocks, entries: Entries, pool: TilePo
     return np.array_equal(np.array(pool.kept, np.int64)[tiles], grid.heights(rows) * grid.widths(cols))
 
 
-@outside_graphs
-def from_dense(kept: torch.Tensor, block_size: int = 128) -> BlockMask:
-    """The mask of a bool tensor, True where a pair is kept, on its device.
-
-    kept: (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len) bool. For masks that already exist as such a tensor: unlike
-    ``compile_mask``, it scans all pairs on the host. Equal masks of several heads are stored once.
-    """
+def from_dense(kept: torch.Tensor, block_size: int) -> MaskTables:
+    """The tables of ``BlockMask.from_dense``, on the CPU."""
     if not isinstance(kept, torch.Tensor):
         raise TypeError(f"kept must be a bool tensor; got {type(kept).__name__}; use torch.tensor(...)")
     if kept.dtype != torch.bool or kept.dim() not in (2, 4) or 0 in kept.shape:
@@ -79,10 +69,10 @@ def from_dense(kept: torch.Tensor, block_size: int = 128) -> BlockMask:
         blocks = padded.reshape(grid.q_blocks, block_size, grid.kv_blocks, block_size).swapaxes(1, 2)
         tiles = pool.add_dense(blocks.reshape(-1, block_size, block_size))
         masks.append(from_entries(grid, Entries(rows, cols, tiles).without_empty(), pool))
-    return from_heads(masks, batch, heads).to(kept.device)
+    return from_heads(masks, batch, heads)
 
 
-def from_heads(masks: list[BlockMask], batch: int, heads: int) -> BlockMask:
+def from_heads(masks: Sequence[MaskTables], batch: int, heads: int) -> MaskTables:
     """One mask of batch x heads masks of one head each, on the CPU, the heads of the first batch entry first. Equal masks are
     stored once. Raises ValueError for masks of several heads, or of other lengths or blocks than the first."""
     for number, mask in enumerate(masks):
@@ -97,13 +87,13 @@ def from_heads(masks: list[BlockMask], batch: int, heads: int) -> BlockMask:
     stored = dict(zip(digests, masks, strict=True))
     numbers = {digest: number for number, digest in enumerate(stored)}
     index = torch.tensor([numbers[digest] for digest in digests], dtype=torch.int32, device="cpu").view(batch, heads)
-    return with_coarse(_stack_masks([*stored.values()], index))
+    return _stack_masks([*stored.values()], index)
 
 
-def _stack_masks(masks: list[BlockMask], mask_index: torch.Tensor) -> BlockMask:
-    """Several stored masks in one table, with their tiles pooled and no coarse form."""
+def _stack_masks(masks: Sequence[MaskTables], mask_index: torch.Tensor) -> MaskTables:
+    """Several stored masks in one table, with their tiles pooled."""
     if len(masks) == 1:
-        return replace(masks[0], mask_index=mask_index, coarse=None)
+        return masks[0].having(mask_index=mask_index)
     pools, numbers = [], []  # for each kind: the distinct tiles, and the number among them of each tile of each mask
     for kind in range(2):
         stacked = torch.cat([m.tiles[kind] for m in masks])
@@ -123,10 +113,8 @@ def _stack_masks(masks: list[BlockMask], mask_index: torch.Tensor) -> BlockMask:
         ptr, split, *entries = zip(*parts, strict=True)
         padded = (torch.from_numpy(pad_to_two(np.concatenate(arrays))) for arrays in entries)
         tables.append(finish_table(torch.cat(ptr), torch.cat(split), *padded))
-    return replace(
-        masks[0],
+    return masks[0].having(
         mask_index=mask_index,
-        coarse=None,
         keeps_all=all(m.keeps_all for m in masks),
         by_query=tables[0],
         by_key=tables[1],
@@ -136,12 +124,11 @@ def _stack_masks(masks: list[BlockMask], mask_index: torch.Tensor) -> BlockMask:
     )
 
 
-@outside_graphs
-def select(self: BlockMask, head: int = 0, batch: int = 0) -> BlockMask:
-    """The mask of one head of one batch entry, on its device. Raises TypeError or IndexError for numbers that it has not."""
-    (full, partial), pool = self.kept(self.stored_index(batch, head)), TilePool(self.block_size)
-    numbers = _pool_tiles(self.tiles, partial.kinds, partial.tiles, pool)
-    return with_coarse(from_entries(self.grid, Entries(partial.rows, partial.cols, numbers), pool, full)).to(self.device)
+def select(mask: MaskTables, number: int) -> MaskTables:
+    """One stored mask, on the CPU."""
+    (full, partial), pool = mask.kept(number), TilePool(mask.block_size)
+    numbers = _pool_tiles(mask.tiles, partial.kinds, partial.tiles, pool)
+    return from_entries(mask.grid, Entries(partial.rows, partial.cols, numbers), pool, full)
 
 
 def _pool_tiles(stored: Sequence[torch.Tensor], kinds: np.ndarray, tiles: np.ndarray, pool: TilePool) -> np.ndarray:
@@ -155,41 +142,38 @@ def _pool_tiles(stored: Sequence[torch.Tensor], kinds: np.ndarray, tiles: np.nda
     return numbers
 
 
-@outside_graphs
-def transpose(self: BlockMask) -> BlockMask:
-    """The mask with queries and keys exchanged, and the same map of heads."""
-    pool, turned_tiles = TilePool(self.block_size), {}  # each stored tile is turned once, whatever the number of its blocks
-    for kind, stored in enumerate(self.tiles, start=1):
+def transpose(mask: MaskTables) -> MaskTables:
+    """The tables of ``BlockMask.transpose``, on the CPU."""
+    pool, turned_tiles = TilePool(mask.block_size), {}  # each stored tile is turned once, whatever the number of its blocks
+    for kind, stored in enumerate(mask.tiles, start=1):
         tiles = np.arange(len(stored))
-        batches = (tiles[part] for part in dense_batches(len(tiles), self.block_size))
-        dense = (self.tile_pairs(np.full_like(some, kind), some) for some in batches)
+        batches = (tiles[part] for part in dense_batches(len(tiles), mask.block_size))
+        dense = (mask.tile_pairs(np.full_like(some, kind), some) for some in batches)
         turned_tiles[kind] = np.concatenate([pool.add_dense(kept.transpose(0, 2, 1)) for kept in dense])
-    grid, single = BlockGrid(self.kv_len, self.q_len, self.block_size), []
-    for number in range(self.masks):
-        full, partial = self.kept(number)
+    grid, single = BlockGrid(mask.kv_len, mask.q_len, mask.block_size), []
+    for number in range(mask.masks):
+        full, partial = mask.kept(number)
         numbers = np.empty(len(partial.rows), np.int64)
         for kind, tiles in turned_tiles.items():
             numbers[partial.kinds == kind] = tiles[partial.tiles[partial.kinds == kind]]
         single.append(from_entries(grid, Entries(partial.cols, partial.rows, numbers), pool, full.transposed()))
-    turned = replace(_stack_masks(single, self.mask_index.cpu()), keeps_all=self.keeps_all)
-    return with_coarse(turned).to(self.device)
+    return _stack_masks(single, mask.mask_index.cpu()).having(keeps_all=mask.keeps_all)
 
 
-@outside_graphs
-def in_blocks_of(self: BlockMask, block_size: int) -> BlockMask:
-    """The same mask in larger blocks, on its device. Raises ValueError unless the size is a multiple of its own."""
-    grid = BlockGrid(self.q_len, self.kv_len, block_size)
-    if block_size % self.block_size:
-        raise ValueError(f"block_size must be a multiple of the mask's {self.block_size}; got {block_size}")
+def in_blocks_of(mask: MaskTables, block_size: int) -> MaskTables:
+    """The same mask in larger blocks, on the CPU. Raises ValueError unless the size is a multiple of its block size."""
+    grid = BlockGrid(mask.q_len, mask.kv_len, block_size)
+    if block_size % mask.block_size:
+        raise ValueError(f"block_size must be a multiple of the mask's {mask.block_size}; got {block_size}")
     pool, single = TilePool(block_size), []
-    for number in range(self.masks):
-        full, entries = coarsen.merge_blocks(self, number, pool)
+    for number in range(mask.masks):
+        full, entries = merge_blocks(mask, number, pool)
         single.append(from_entries(grid, entries, pool, full))
-    return replace(_stack_masks(single, self.mask_index.cpu()), keeps_all=self.keeps_all).to(self.device)
+    return _stack_masks(single, mask.mask_index.cpu()).having(keeps_all=mask.keeps_all)
 
 
-def take_blocks(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
-    """The mask of some block rows and columns, in the given order, all of them as whole blocks; on the CPU, as ``mask``.
+def take_blocks(mask: MaskTables, rows: np.ndarray, cols: np.ndarray) -> MaskTables:
+    """The tables of some block rows and columns, in the given order, all of them as whole blocks; on the CPU, as ``mask``.
 
     rows, cols: (n,) int64 block numbers, none of them twice; -1 stands for a block that keeps nothing. Tokens past the lengths of
     ``mask`` keep nothing, and nothing keeps them. Takes time and memory in proportion to the entries of those rows.
@@ -215,11 +199,4 @@ def take_blocks(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMas
         numbers = np.where(last, _pool_tiles(of_last, kind * last, tile, pool), _pool_tiles(mask.tiles, kind * ~last, tile, pool))
         single.append(from_entries(grid, Entries(row, col, numbers).without_empty(), pool))
     # Nothing is derived from a rank's mask.
-    return with_coarse(replace(_stack_masks(single, mask.mask_index), from_host=False, document_order=False))
-
-
-def with_coarse(mask: BlockMask) -> BlockMask:
-    """The mask, plus its coarse form if kernels are predicted to be faster on that."""
-    if mask.block_size not in coarsen.SMALL_BLOCKS or not coarsen.is_coarse_faster(mask):
-        return mask
-    return replace(mask, coarse=in_blocks_of(mask, coarsen.KERNEL_BLOCK))
+    return _stack_masks(single, mask.mask_index).having(from_host=False, document_order=False)

@@ -185,7 +185,7 @@ def _has_choosers(spec: Pattern | str) -> bool:
 def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
     """The choice of all heads, or of each head for ``per_head``. Raises ValueError for expressions that mix patterns and choosers
     in another way than ``within & (chooser | always)``, choosers of different blocks, and causal beside a chooser alone."""
-    pattern = _expand_choosers(parse(spec) if isinstance(spec, str) else spec)
+    pattern = (parse(spec) if isinstance(spec, str) else spec).map_leaves(_expand_choosers)
     if isinstance(pattern, PerBatch):
         raise ValueError(f"per_batch takes patterns without choosers; got {short_text(pattern)}; call once for each sequence")
     heads = pattern.patterns if isinstance(pattern, PerHead) else (pattern,)
@@ -233,13 +233,11 @@ def chooser_block_size(spec: Pattern | str) -> int:
     return next(chooser.block_size for choice in choices_of(spec) for chooser in choice.choosers)
 
 
-def _expand_choosers(pattern: Pattern) -> Pattern:
-    """Returns the expression in which each pattern that a user named, and that has choosers, is written out."""
-    if isinstance(pattern, DerivedPattern) and _has_choosers(pattern):
-        return _expand_choosers(pattern.expand_expression())
-    if isinstance(pattern, PerHead):
-        return PerHead(tuple(map(_expand_choosers, pattern.patterns)))
-    return type(pattern).of(*map(_expand_choosers, pattern.operands)) if isinstance(pattern, (And, Or)) else pattern
+def _expand_choosers(leaf: Pattern) -> Pattern:
+    """A pattern that a user named, and that has choosers, written out."""
+    return (
+        leaf.expand_expression().map_leaves(_expand_choosers) if isinstance(leaf, DerivedPattern) and _has_choosers(leaf) else leaf
+    )
 
 
 def _choice_of(pattern: Pattern) -> HeadChoice:

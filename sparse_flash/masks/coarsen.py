@@ -6,19 +6,21 @@ from functools import reduce
 
 import numpy as np
 
-from .block_mask import BlockMask
 from .costs import BLOCK as KERNEL_BLOCK
 from .costs import PORTABLE_MARGIN, Counts
 from .grid import FULL, BlockGrid, BlockRuns, concat_ranges
+from .mask_tables import MaskTables
 from .table import Entries, FullBlocks, PartialBlocks
 from .tiles import TilePool, dense_batches, unique_rows
 
 SMALL_BLOCKS = 64, 32, 16
 
 
-def is_coarse_faster(mask: BlockMask) -> bool:
-    """Whether both passes are predicted to take less time over the blocks of KERNEL_BLOCK that contain a mask's blocks, of one of
-    SMALL_BLOCKS. All blocks count as full."""
+def is_coarse_faster(mask: MaskTables) -> bool:
+    """Whether both passes are predicted to take less time over the blocks of KERNEL_BLOCK that contain a mask's blocks. All blocks
+    count as full."""
+    if mask.block_size not in SMALL_BLOCKS:
+        return False
     wide, factor = BlockGrid(mask.q_len, mask.kv_len, KERNEL_BLOCK), KERNEL_BLOCK // mask.block_size
     blocks = visited = 0
     for full, partial in (band for number in range(mask.masks) for band in mask.bands(number, factor)):
@@ -37,7 +39,7 @@ def is_coarse_faster(mask: BlockMask) -> bool:
     return bool(blocks) and margin * coarse.both_passes_us < own.both_passes_us
 
 
-def merge_blocks(mask: BlockMask, number: int, pool: TilePool) -> tuple[FullBlocks, Entries]:
+def merge_blocks(mask: MaskTables, number: int, pool: TilePool) -> tuple[FullBlocks, Entries]:
     """Merges a stored mask's kept blocks to the size of ``pool``: (blocks that are full in all their parts, the other blocks). Time
     is proportional to the runs of full blocks and to the other blocks."""
     wide, factor = BlockGrid(mask.q_len, mask.kv_len, pool.block), pool.block // mask.block_size
@@ -73,7 +75,7 @@ def _find_uncovered(full: FullBlocks, whole: FullBlocks, factor: int) -> tuple[n
     return np.repeat(full.rows, lengths), concat_ranges(full.first, lengths)
 
 
-def _merge_children(mask: BlockMask, children: PartialBlocks, wide_cols: int, pool: TilePool) -> Entries:
+def _merge_children(mask: MaskTables, children: PartialBlocks, wide_cols: int, pool: TilePool) -> Entries:
     """The larger blocks that contain these of a mask. children: of kind 0 too. wide_cols: larger blocks in a row."""
     factor = pool.block // mask.block_size
     parents = children.rows // factor * wide_cols + children.cols // factor
@@ -99,7 +101,7 @@ def _merge_children(mask: BlockMask, children: PartialBlocks, wide_cols: int, po
     return Entries(rows, cols, numbers)
 
 
-def decode_parts(mask: BlockMask, parts: np.ndarray) -> np.ndarray:
+def decode_parts(mask: MaskTables, parts: np.ndarray) -> np.ndarray:
     """(*parts.shape, block, block) bool. parts: 0 for a block that keeps nothing, 1 for a full one, else 1 + kind + 2 * tile."""
     pairs = np.zeros((*parts.shape, mask.block_size, mask.block_size), bool)
     some = parts[parts > 0]

@@ -1,9 +1,9 @@
-"""Pattern -> BlockMask, in time and memory proportional to the blocks that the mask keeps.
+"""Pattern -> tables, in time and memory proportional to the blocks that the mask keeps.
 
 1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
 2. Blocks that are still partial are decided by their tokens. In each block only the leaves that are partial *there* matter, so the
    expression is simplified for each combination of leaf states. Blocks that must be alike are found before any pair is evaluated:
-   on one diagonal for distance rules, by equal runs for rules made of runs, by keys that a rule gives (``alike``).
+   on one diagonal for distance rules, by equal runs for rules made of runs, by keys that a rule gives (``block_keys``).
 3. A block found empty is dropped and one found full is promoted, so the table depends only on the mask's meaning.
 """
 
@@ -16,17 +16,15 @@ from typing import cast
 
 import numpy as np
 
-from ..compat.dynamo import outside_graphs
-from .block_mask import BlockMask, Device
-from .build import check_blocks, from_entries, from_heads, with_coarse
+from .build import check_blocks, from_entries, from_heads
 from .chooser import Chooser
 from .fields import BEYOND
-from .fit import check_fit
 from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
-from .parsing import parse
-from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, Runs, short_text
+from .hints import Runs
+from .mask_tables import MaskTables
+from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, short_text
 from .progress import progress_bar
-from .rules import RunPattern, block_states
+from .rules import block_states
 from .table import Entries, FullBlocks
 from .tiles import TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
@@ -39,50 +37,8 @@ _UNDECIDED = -3  # not the number of a tile, nor EMPTY_TILE or FULL_TILE
 _MOST_RUNS = 256  # runs per query beyond which evaluating tokens is as fast
 
 
-@outside_graphs
-def compile_mask(
-    pattern: Pattern | str,
-    q_len: int,
-    kv_len: int | None = None,
-    block_size: int = 128,
-    device: Device | None = None,
-    *,
-    progress: bool | None = None,
-) -> BlockMask:
-    """Compiles a pattern into a lookup table.
-
-    pattern: a Pattern or its spec text. q_len, kv_len: tokens; kv_len defaults to q_len, and where they differ the last query is
-    aligned with the last key. block_size: a power of two in 16..256. device: where the table is stored.
-    progress: whether to show a progress bar; None shows one if compiling evaluates more than 2^28 pairs.
-
-    Never builds anything of size q_len x kv_len. Raises ValueError for lengths and block sizes out of range, and for a pattern that
-    names other tokens than the sequence has: a grid, documents or a block map of another number of tokens, or ``shifted`` parts
-    that say nothing of some queries. With fewer queries than keys, the last tokens that a pattern names may be yet to come.
-    """
-    pattern = parse(pattern) if isinstance(pattern, str) else pattern
-    if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
-    grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-    longest = max(grid.q_len, grid.kv_len)
-    if longest >= 2**31:  # kernels count tokens in 32 bits, and the table's rows alone would take tens of gigabytes
-        raise ValueError(f"q_len and kv_len must be at most 2^31 - 1 tokens; got {longest:,}; split the sequence")
-    check_fit(pattern, grid.q_len, grid.kv_len)
-    return _compile_entries(pattern.bind_length(grid.kv_len), grid, progress).to(device or "cpu")
-
-
-def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: Device) -> BlockMask:
-    """``compile_mask`` for sequences of up to these lengths (a cache, documents): a pattern may name any number of tokens."""
-    pattern = parse(pattern) if isinstance(pattern, str) else pattern
-    try:
-        return _compile_entries(pattern, BlockGrid(q_len, kv_len, block_size), None).to(device)
-    except IndexError as error:
-        raise ValueError(
-            f"{short_text(pattern, 200)} must take positions up to {kv_len - 1}, as lengths are rounded up here; it failed: {error}"
-            f"; make the data that it reads {kv_len} long, or clamp positions to them"
-        ) from error
-
-
-def _compile_entries(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> BlockMask:
+def compile_tables(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> MaskTables:
+    """The tables of a pattern, on the CPU."""
     for leaf in pattern.leaves():
         if isinstance(leaf, Chooser):
             raise leaf.missing_content_error()
@@ -90,7 +46,7 @@ def _compile_entries(pattern: Pattern, grid: BlockGrid, progress: bool | None) -
     entries, batch_heads = (whole.patterns, whole.batch_heads) if isinstance(whole, PerEntry) else ((whole,), (1, 1))
     for one in dict.fromkeys(entries):
         try:
-            made[one] = with_coarse(_Compilation(one, grid, progress).run())
+            made[one] = _Compilation(one, grid, progress).run()
         except Exception as error:  # of a rule, mostly, where its text says nothing of masks
             error.add_note(f"while compiling {short_text(pattern, 200)} for {grid.q_len} queries and {grid.kv_len} keys")
             raise
@@ -104,8 +60,8 @@ class _Compilation:
         self.diagonals: dict[Pattern, np.ndarray] = {}
         self.pool = TilePool(grid.block_size)
 
-    def run(self) -> BlockMask:
-        states = self.states(self.pattern)
+    def run(self) -> MaskTables:
+        states = self.pattern.map_leaves(self.leaf_states)
         self.check_size(states.count(FULL))  # before it takes memory
         whole, cut = self.separate_cut_blocks(states)
         entries = Entries.join([*cut, *self.decide_blocks(states)])
@@ -123,16 +79,10 @@ class _Compilation:
                 stacklevel=7,
             )
 
-    def states(self, pattern: Pattern) -> BlockRuns:
-        if isinstance(pattern, (And, Or)):
-            combine = BlockRuns.__and__ if isinstance(pattern, And) else BlockRuns.__or__
-            return reduce(combine, map(self.states, pattern.operands))
-        if isinstance(pattern, Not):
-            return ~self.states(pattern.operand)
-        found = self.leaves.get(pattern)
-        if found is None:
-            found = self.leaves[pattern] = block_states(pattern, self.grid)
-        return found
+    def leaf_states(self, leaf: Pattern) -> BlockRuns:
+        if leaf not in self.leaves:
+            self.leaves[leaf] = block_states(leaf, self.grid)
+        return self.leaves[leaf]
 
     def separate_cut_blocks(self, states: BlockRuns) -> tuple[BlockRuns, list[Entries]]:
         """(the states of blocks that are not cut off by the end of the queries or keys, the full ones that are)"""
@@ -189,10 +139,10 @@ class _Compilation:
     def decide_distinct(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles of these blocks. Of the blocks that the rule tells to be alike, one is evaluated."""
         if _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
-            evaluate, signature = self.tiles_from_tokens, _alike_keys(rule, self.grid, rows, cols)
+            evaluate, signature = self.tiles_from_tokens, _block_keys(rule, self.grid, rows, cols)
         else:
             # In order: no start and no end of a run decreases from one query to the next.
-            ordered = all(isinstance(leaf, RunPattern) and leaf.ordered_runs for leaf in rule.leaves())
+            ordered = all(leaf.ordered_runs for leaf in rule.leaves())
             evaluate, signature = self.tiles_from_runs, self.run_signature(rule, rows, cols) if ordered else None
         if signature is None:
             return evaluate(rule, rows, cols)
@@ -331,9 +281,9 @@ def is_shift_invariant(rule: Pattern, block_size: int) -> bool:
     return all(leaf.shift_period is not None and block_size % leaf.shift_period == 0 for leaf in rule.leaves())
 
 
-def _alike_keys(rule: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
-    """``alike`` of all patterns in an expression; None if some pattern has none."""
-    keys = [leaf.alike(grid, rows, cols) for leaf in rule.leaves()]
+def _block_keys(rule: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
+    """``block_keys`` of all patterns in an expression; None if some pattern has none."""
+    keys = [leaf.block_keys(grid, rows, cols) for leaf in rule.leaves()]
     known = [one for one in keys if one is not None]
     return np.column_stack(known) if len(known) == len(keys) else None
 

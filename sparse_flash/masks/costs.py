@@ -7,12 +7,11 @@ are idle, on average for half of the heaviest row's time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .block_mask import BlockMask
+from .mask_tables import MaskTables
 
 GPUS = "h100", "h200"
 BLOCK, HEAD_DIM = 128, 128  # of dense calls; of calls whose head_dim is not known yet, on which choices hardly depend
@@ -52,7 +51,7 @@ class Counts(NamedTuple):
     heaviest: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
-    def of_mask(cls, mask: BlockMask, backward: bool = False, split: bool = True) -> Counts:
+    def of_mask(cls, mask: MaskTables, backward: bool = False, split: bool = True) -> Counts:
         """Returns the mean over heads. mask: on the host. split: whether kernels split heavy rows."""
         table = mask.by_key if backward else mask.by_query
         ptr, split_at, work = table.row_ptr.numpy(), table.row_split[..., 0].numpy(), table.work.numpy()
@@ -104,7 +103,7 @@ def pass_us(counts: Counts, backward: bool, portable: bool, heads: int, head_dim
     return max(_HOST_US[backward], _LAUNCH_US[backward] + max(busy + heaviest / 2, heaviest))
 
 
-def is_dense_as_fast(mask: BlockMask) -> bool:
+def is_dense_as_fast(mask: MaskTables) -> bool:
     """Whether a mask gains nothing over the call without it, which is causal attention if no visited block lies past the diagonal.
     False for a mask that keeps nearly as many pairs: its user expects no gain. mask: on the host."""
     size, offset, ptr = mask.block_size, mask.kv_len - mask.q_len, mask.by_query.row_ptr.numpy().astype(np.int64)

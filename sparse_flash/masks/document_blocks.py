@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .block_mask import BlockMask
 from .costs import BLOCK, Counts
 from .grid import concat_ranges
-from .table import MOST_DERIVED, ROW, Entries, KernelTables, Table, build_table, sort_entries
+from .mask_tables import MaskTables
+from .table import ROW, Entries, KernelTables, Table, build_table, sort_entries
 from .tiles import FULL_TILE, TilePool, dense_batches, pack_runs, unpack_runs
 
 # Fields of a work item that differ from those in other tables: see ``document_tables``.
@@ -33,34 +33,30 @@ def document_tables(
     return KernelTables(BLOCK, BLOCK, mask_index, by_query, by_key, tiles, starts, document_order=True)
 
 
-def document_blocks(mask: BlockMask) -> KernelTables | None:
-    """The ``document_tables`` of one mask, on its device; None where kernels are predicted to gain less. Reads the table."""
-    many = mask.by_query.col_idx.numel() > MOST_DERIVED
-    if mask.block_size != BLOCK or mask.masks > 1 or mask.q_len != mask.kv_len or many:
-        return None
-    here = mask.to("cpu")
-    runs = single_runs(here) if _may_have_documents(here.by_query) else None
+def document_blocks(mask: MaskTables) -> KernelTables | None:
+    """The ``document_tables`` of one mask of as many queries as keys, in blocks of BLOCK, on the CPU; None where kernels are
+    predicted to gain less."""
+    runs = single_runs(mask) if _may_have_documents(mask.by_query) else None
     if runs is None:
         return None
     first_token = _documents(*runs)
-    tokens = np.diff(first_token, append=here.q_len)
+    tokens = np.diff(first_token, append=mask.q_len)
     blocks = -(-tokens // BLOCK)
-    if len(first_token) < 2 or blocks.sum() > 2 * here.grid.q_blocks:
+    if len(first_token) < 2 or blocks.sum() > 2 * mask.grid.q_blocks:
         return None
     document = np.repeat(np.arange(len(tokens)), blocks)
     first_block = np.cumsum(blocks) - blocks
-    starts = np.append(first_token[document] + concat_ranges(np.zeros_like(blocks), blocks) * BLOCK, here.q_len)
+    starts = np.append(first_token[document] + concat_ranges(np.zeros_like(blocks), blocks) * BLOCK, mask.q_len)
     entries, pool = _entries(*runs, starts, first_token[document], first_block[document])
-    _, _, kinds, _ = here.entries()
-    if _LEAST_GAIN * _estimate_time(entries.tiles != FULL_TILE, len(document)) > _estimate_time(kinds > 0, here.grid.q_blocks):
+    _, _, kinds, _ = mask.entries()
+    if _LEAST_GAIN * _estimate_time(entries.tiles != FULL_TILE, len(document)) > _estimate_time(kinds > 0, mask.grid.q_blocks):
         return None
     full, others, (run_tiles, bit_tiles) = sort_entries(entries, (len(document), len(document)), pool)
     by_query, by_key = build_table(full, others), build_table(full.transposed(), others.transposed())
     if by_query.is_split or by_key.is_split:
         return None
     start = torch.from_numpy(starts.astype(np.int32))
-    by_query, by_key = (Table(*(t.to(mask.device) for t in _use_starts(table, start))) for table in (by_query, by_key))
-    run_tiles, bit_tiles, start = (tensor.to(mask.device) for tensor in (run_tiles, bit_tiles, start))
+    by_query, by_key = (_use_starts(table, start) for table in (by_query, by_key))
     return document_tables(mask.mask_index, by_query, by_key, (run_tiles, bit_tiles), start)
 
 
@@ -95,7 +91,7 @@ def _may_have_documents(by_query: Table) -> bool:
     return bool(starts_with.any() or starts_inside[:-1].any())
 
 
-def single_runs(mask: BlockMask) -> tuple[np.ndarray, np.ndarray] | None:
+def single_runs(mask: MaskTables) -> tuple[np.ndarray, np.ndarray] | None:
     """(first, stop) of the one run of keys that each query keeps, (q_len,) int64, both 0 if it keeps nothing. None if a query keeps
     several runs, runs do not ascend, or a query that keeps nothing lies between others. mask: a single one."""
     rows, cols, kinds, tiles = mask.entries()

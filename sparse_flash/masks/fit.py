@@ -26,13 +26,13 @@ def check_fit(pattern: Pattern, q_len: int, kv_len: int) -> None:
     for leaf in leaves:
         if misfit := leaf.length_refusal(q_len, kv_len):
             raise ValueError(misfit)
-    if partial := [leaf for leaf in leaves if leaf.covers_part]:
+    if advice := next((leaf.uncovered_advice for leaf in leaves if leaf.uncovered_advice), None):
         q = np.arange(max(0, kv_len - q_len), kv_len)
         left_out = q[~pattern.named_queries(q, kv_len)]
         if len(left_out):
             raise ValueError(
                 f"{short_text(pattern)} must say what each query keeps; it does not for {len(left_out)} of {len(q)}, from "
-                f"{left_out[0]} to {left_out[-1]}; {partial[0].coverage_hint}"
+                f"{left_out[0]} to {left_out[-1]}; {advice}"
             )
 
 

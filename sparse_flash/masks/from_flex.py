@@ -1,4 +1,4 @@
-"""Makes BlockMasks of FlexAttention's block masks and mask functions: kept blocks, and tiles from their token rule.
+"""Makes the tables of FlexAttention's block masks and mask functions: kept blocks, and tiles from their token rule.
 
 Source: torch.nn.attention.flex_attention.BlockMask, whose docstring defines the format.
 """
@@ -14,12 +14,10 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import noop_mask
 
-from ..compat.captured import check_parameters
-from ..compat.dynamo import outside_graphs, outside_inference
-from .block_mask import BlockMask, Device
 from .build import from_entries, from_heads
-from .from_maps import dense_mask, from_block_maps, map_from_lists
+from .from_maps import map_from_lists
 from .grid import BLOCK_SIZES, BlockGrid
+from .mask_tables import MaskTables
 from .progress import progress_bar
 from .table import Entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
@@ -28,20 +26,8 @@ from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 MaskFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@outside_inference
-def from_flex(mask: FlexMask) -> BlockMask:
-    """Converts a FlexAttention mask, on its device: keeps exactly the pairs that ``flex_attention`` keeps.
-
-    mask: ``torch.nn.attention.flex_attention.BlockMask`` with square blocks. Its token rule is evaluated once, on the blocks
-    that it lists as partial. A flex_attention rule counts queries from 0, and so does this mask, whatever the lengths:
-    alignment at the end belongs to patterns, not to tables. A ``score_mod`` is not part of a mask.
-
-    A mask without a token rule has None or PyTorch's ``noop_mask`` as its ``mask_mod``. It is converted like the lists of
-    ``from_lists``: without host synchronization, also in CUDA graphs and compiled code. The sides of its blocks may be any
-    multiples of 16, as its blocks are divided into square ones that tables support.
-    """
-    if keeps_listed_blocks(mask):
-        return _from_listed_blocks(mask)
+def from_flex(mask: FlexMask) -> MaskTables:
+    """The tables of ``BlockMask.from_flex``, for a mask with a token rule, on the CPU."""
     if not isinstance(mask, FlexMask):
         got = f"{type(mask).__module__}.{type(mask).__qualname__}"
         raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {got}")
@@ -52,49 +38,22 @@ def from_flex(mask: FlexMask) -> BlockMask:
     pool = TilePool(grid.block_size)
     batch, heads = mask.kv_num_blocks.shape[:2]
     masks = [from_entries(grid, _entries_of_head(mask, grid, b, h, pool), pool) for b in range(batch) for h in range(heads)]
-    return from_heads(masks, batch, heads).to(mask.kv_indices.device)
+    return from_heads(masks, batch, heads)
 
 
-@outside_graphs
 def from_mask_mod(
-    mask_mod: MaskFunction,
-    batch: int | None,
-    heads: int | None,
-    q_len: int,
-    kv_len: int | None = None,
-    block_size: int = 128,
-    device: Device | None = None,
-    *,
-    progress: bool | None = None,
-) -> BlockMask:
-    """The mask of a FlexAttention mask function, as for ``create_block_mask``: every pair for which it is true.
-
-    mask_mod: called with (b, h, q_idx, kv_idx), 0-d int64 tensors, under torch.vmap; returns a bool tensor. It may look up
-    numbers in tensors on ``device``. Queries count from 0, as in FlexAttention, whatever the lengths: alignment at the end
-    belongs to patterns, not to tables.
-    batch, heads: how many of each; None for one shared mask. q_len, kv_len: tokens; kv_len defaults to q_len.
-    device: where the function is evaluated and the table is stored; the CPU by default.
-    progress: whether to show a progress bar; None shows one above 2^28 pairs.
-
-    It evaluates every pair, once for each batch entry and head that the function distinguishes, in bounded memory: 65,536
-    tokens are 4 billion pairs, which take a minute or so on a CPU and seconds on a GPU. Equal masks of several heads are stored
-    once. A pattern avoids this cost: ``compile_mask`` handles causal masks, windows and documents of a million tokens.
-
-    Raises TypeError or ValueError for an unsuitable function.
-    """
-    if not callable(mask_mod):
-        raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx); got {type(mask_mod).__name__}")
-    check_parameters(mask_mod, "from_mask_mod", ("b", "h", "q_idx", "kv_idx"), "from_mask_fn takes one of (q, kv)")
+    mask_mod: MaskFunction, batch: int | None, heads: int | None, grid: BlockGrid, device: torch.device, progress: bool | None
+) -> MaskTables:
+    """The tables of ``BlockMask.from_mask_mod``, on the CPU."""
     for name, count in (("batch", batch), ("heads", heads)):
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"{name} must be a positive integer, or None for one mask of all; got {count!r}")
-    grid, (batch, heads) = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size), (batch or 1, heads or 1)
-    pool, device = TilePool(block_size), torch.device(device or "cpu")
+    (batch, heads), block_size, pool = (batch or 1, heads or 1), grid.block_size, TilePool(grid.block_size)
     by_batch, by_head = (_depends_on(argument, mask_mod, device) for argument in range(2))
     distinct = list(product(range(batch if by_batch else 1), range(heads if by_head else 1)))
     blocks, tiles_of = grid.q_blocks * grid.kv_blocks, _Rule(mask_mod, grid, device, pool)
-    masks: dict[tuple[int, int], BlockMask] = {}
-    stored: dict[bytes, BlockMask] = {}
+    masks: dict[tuple[int, int], MaskTables] = {}
+    stored: dict[bytes, MaskTables] = {}
     text, pairs = f"looking at {_name(mask_mod)}: {blocks * len(distinct):,} blocks", blocks * block_size**2 * len(distinct)
     with progress_bar(text, pairs, progress) as advance:
         for b, h in distinct:
@@ -106,7 +65,7 @@ def from_mask_mod(
             mask = from_entries(grid, Entries.join(parts), pool)
             masks[b, h] = stored.setdefault(mask.digest, mask)
     each = [masks[b * by_batch, h * by_head] for b, h in product(range(batch), range(heads))]
-    return from_heads(each, batch, heads).to(device)
+    return from_heads(each, batch, heads)
 
 
 def keeps_listed_blocks(mask: FlexMask) -> bool:
@@ -114,8 +73,8 @@ def keeps_listed_blocks(mask: FlexMask) -> bool:
     return isinstance(mask, FlexMask) and (mask.mask_mod is None or mask.mask_mod is noop_mask)
 
 
-def _from_listed_blocks(mask: FlexMask) -> BlockMask:
-    """``from_flex`` of a mask without a token rule. Raises ValueError for sides that are not multiples of 16."""
+def map_from_flex(mask: FlexMask) -> tuple[torch.Tensor, BlockGrid]:
+    """The block map of a mask without a token rule, and its grid. Raises ValueError for sides that are not multiples of 16."""
     lengths, sides = mask.seq_lengths, mask.BLOCK_SIZE
     fitting = [size for size in BLOCK_SIZES if sides[0] % size == sides[1] % size == 0]
     if not fitting:
@@ -131,7 +90,7 @@ def _from_listed_blocks(mask: FlexMask) -> BlockMask:
     for axis in range(2):
         if sides[axis] != size:
             blocks = blocks.repeat_interleave(sides[axis] // size, axis + 2).narrow(axis + 2, 0, grid.shape[axis])
-    return from_block_maps(blocks, grid, dense_mask(grid, blocks.device))
+    return blocks, grid
 
 
 def _entries_of_head(mask: FlexMask, grid: BlockGrid, b: int, h: int, pool: TilePool) -> Entries:

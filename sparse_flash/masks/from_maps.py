@@ -1,23 +1,20 @@
-"""Makes BlockMasks of block maps computed at run time, and block maps of lists of blocks, on their device."""
+"""Makes the tables of block maps computed at run time, and block maps of lists of blocks, on their device."""
 
 from __future__ import annotations
 
 import torch
 
-from ..compat.dynamo import outside_inference
 from ..compat.names import operator_name
 from ..compat.pytorch import in_differentiating_transform, in_function_transform, is_recorded
-from .block_mask import BlockMask
 from .grid import BlockGrid
+from .mask_tables import MaskTables
 from .memory import cached_until_cleared
 from .select_blocks import arange_int32, build_dense_table, can_launch_kernel, select_by_kernel, select_in_torch
 from .table import SPLIT_FIELDS, WORK_FIELDS, Table, most_splits
 
-_MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
 
-
-def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask:
-    """The blocks of ``within``, one mask, that each map keeps.
+def select_by_maps(maps: torch.Tensor, within: MaskTables) -> list[torch.Tensor]:
+    """The tensors of a mask of the blocks of ``within``, one mask, that each map keeps.
 
     maps: (batch, heads, q_blocks, kv_blocks) bool, or (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits. The table has
     room for all that ``within`` keeps, for each map.
@@ -28,6 +25,7 @@ def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> B
             "over into the batch"
         )
     batch, heads = maps.shape[:2]
+    grid = within.grid
     most = batch * heads * len(within.by_query.col_idx)
     if max(most, batch * heads * (max(grid.shape) + 1)) >= 2**31:
         raise ValueError(
@@ -39,9 +37,7 @@ def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> B
     else:
         tables = _select_both(maps.flatten(0, 1), within.by_query, within.by_key, grid.shape, within)
     index = _number_masks if is_recorded(maps.device) else _lasting_numbers
-    mask = BlockMask.from_tensors(*within.sizes, [index(batch, heads, maps.device), *tables, *within.tiles])
-    vars(mask)["selected_from"] = within
-    return mask
+    return [index(batch, heads, maps.device), *tables, *within.tiles]
 
 
 def _number_masks(batch: int, heads: int, device: torch.device) -> torch.Tensor:
@@ -78,7 +74,7 @@ def _(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int) -> list[to
 
 
 def _select_both(
-    maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], within: BlockMask | None = None
+    maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], within: MaskTables | None = None
 ) -> list[torch.Tensor]:
     """The tensors of both tables. within: see ``select_by_kernel``."""
     if can_launch_kernel(maps):
@@ -93,15 +89,9 @@ def _entry_capacity(maps: torch.Tensor, within: Table) -> int:
     return max(2, maps.shape[0] * len(within.col_idx))
 
 
-@outside_inference
-def dense_mask(grid: BlockGrid, device: torch.device) -> BlockMask:
-    """The mask that keeps every pair, remembered if it is small."""
-    keep_it = grid.q_blocks * grid.kv_blocks <= _MOST_KEPT_BLOCKS and not is_recorded(device)
-    return (_cached_dense_mask if keep_it else _build_dense_mask)(grid, device)
-
-
-def _build_dense_mask(grid: BlockGrid, device: torch.device) -> BlockMask:
-    """The mask that keeps every pair, made on the device: a copy from the host would repeat in each replay of a graph."""
+def dense_tensors(grid: BlockGrid, device: torch.device) -> list[torch.Tensor]:
+    """The tensors of the mask that keeps every pair, made on the device: a copy from the host would repeat in each replay of a
+    graph."""
     size, cut_row, cut_col = grid.block_size, grid.q_len % grid.block_size, grid.kv_len % grid.block_size
     # The tile that says where a cut block ends: 0 in the last column, 1 in the last row, 2 in the corner.
     tile = torch.zeros(grid.shape, dtype=torch.int32, device=device)
@@ -114,11 +104,7 @@ def _build_dense_mask(grid: BlockGrid, device: torch.device) -> BlockMask:
     runs = [(token < h).to(torch.int32) * (w << 16) for h, w in zip(heights, widths, strict=True)]
     by_query, by_key = build_dense_table(tile, cut_row > 0, cut_col > 0), build_dense_table(tile.T, cut_col > 0, cut_row > 0)
     mask_index, tile_bits = (tile.new_zeros(shape) for shape in ((1, 1), (2, size, -(-size // 32))))
-    tensors = [mask_index, *by_query, *by_key, torch.stack(runs), tile_bits]
-    return BlockMask.from_tensors(grid.q_len, grid.kv_len, size, tensors, keeps_all=True)
-
-
-_cached_dense_mask = cached_until_cleared(maxsize=16)(_build_dense_mask)
+    return [mask_index, *by_query, *by_key, torch.stack(runs), tile_bits]
 
 
 def map_from_lists(

@@ -161,17 +161,6 @@ class BlockRuns:
         return cls(shape, position[last], states)._merge_equal_runs()
 
     @classmethod
-    def from_bands(cls, parts: Sequence[BlockRuns]) -> BlockRuns:
-        """The states of consecutive bands of rows, of which each part has one and is empty elsewhere."""
-        if len(parts) == 1:
-            return parts[0]
-        # Only the first part has the grid's first block.
-        starts = np.concatenate([part.starts[min(number, 1) :] for number, part in enumerate(parts)])
-        states = np.concatenate([part.states[min(number, 1) :] for number, part in enumerate(parts)])
-        last = np.append(starts[1:] != starts[:-1], True)
-        return cls(parts[0].shape, starts[last], states[last])._merge_equal_runs()
-
-    @classmethod
     def from_sparse(cls, matrix: SparseMatrix) -> BlockRuns:
         """From a scipy.sparse matrix of states (1 partial, 2 full); a boolean matrix means full where True."""
         coo = scipy.sparse.coo_array(matrix)

@@ -6,26 +6,26 @@ A pattern knows nothing of lengths, devices or kernels. ``compile_mask`` turns i
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import chain
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from ..compat.constants import constant_in_graphs
 from . import spec
 from .fields import check_fields, set_fields
-from .grid import BlockGrid, BlockRuns, SparseMatrix
+from .hints import CompilerHints
 
-# The starts and the ends of runs of keys.
-Runs: TypeAlias = tuple[np.ndarray, np.ndarray]
+# What errors advise where patterns leave queries out.
+ADD_REST = "add what they keep, such as global_tokens(n) for the first tokens and last_tokens(n) for the last"
 
 
-class Pattern:
-    """Base class of patterns. Subclass it as a frozen dataclass and define ``token_rule``; the rest is derived.
+class Pattern(CompilerHints):
+    """Base class of patterns. Subclass it as a frozen dataclass and define ``token_rule``.
 
         @sparse_flash.register_pattern("ring")
         @dataclass(frozen=True)
@@ -35,20 +35,17 @@ class Pattern:
             def token_rule(self, q, kv):
                 return (q - kv) % self.period == 0
 
-    A ``block_rule`` speeds up compilation if whole blocks can be ruled in or out; without one, every block is evaluated.
-    ``shift_invariant`` says that the token rule depends only on ``q - kv``, so blocks on one diagonal are alike and only one of
-    them is evaluated. A pattern made of whole blocks may define ``block_rule`` alone.
+    The rest may be left out. A pattern for one number of tokens, as a grid is, says so by ``named_tokens``. What makes compiling
+    faster is in ``CompilerHints``: a ``block_rule`` if whole blocks can be ruled in or out, without which every block is evaluated;
+    ``shift_invariant`` if the rule depends only on ``q - kv``. A pattern made of whole blocks may define only a ``block_rule``.
 
     Fields are hashable, as tables are looked up by their pattern: tuples, not lists or arrays. Others raise a TypeError. Equal
     patterns, which share tables, have equal fields of one kind: 1, 1.0 and True differ.
     """
 
     name: ClassVar[str | None] = None
-    shift_invariant: ClassVar[bool] = False
-    covers_part: ClassVar[bool] = False  # about some tokens alone, as others are in the care of other patterns
-    coverage_hint: ClassVar[str] = (  # what to add where ``covers_part``
-        "add what they keep, such as global_tokens(n) for the first tokens and last_tokens(n) for the last"
-    )
+    # What errors advise if the pattern is about some queries and no pattern about the others; None if all are in its care.
+    uncovered_advice: ClassVar[str | None] = None
     chooses: ClassVar[bool] = False  # whether it is a chooser, which keeps blocks by the content of q and k
     hides_padding: ClassVar[bool] = False  # whether it keeps no padding of its ``layout``, which is such a pattern itself
     from_spec: ClassVar[Callable[[str], Pattern]]  # ``parse``: module ``parsing``, which knows all classes, sets it
@@ -64,11 +61,6 @@ class Pattern:
         if not check_fields(self):
             _check_hashable(self)
 
-    @property
-    def shift_period(self) -> int | None:
-        """The token rule repeats when both positions move by this many tokens; None if it need not."""
-        return 1 if self.shift_invariant else None
-
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """Which pairs may attend: bool, broadcastable to the broadcast shape of the two int64 position arrays.
 
@@ -76,26 +68,6 @@ class Pattern:
         many queries as keys these are plain indices (negative if there are more queries than keys).
         """
         raise NotImplementedError(f"{type(self).__name__} defines no token_rule, and some of its blocks are partial")
-
-    def block_rule(self, grid: BlockGrid) -> BlockRuns | SparseMatrix | None:
-        """States of the grid's blocks (1 partial, 2 full) as a (q_blocks, kv_blocks) scipy.sparse matrix or a BlockRuns, or None if
-        only the tokens of blocks tell them apart.
-
-        It may call an empty or full block partial: compiling evaluates the tokens of partial blocks.
-        """
-        return None
-
-    def alike(self, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
-        """Keys of these blocks, (blocks, numbers) integers, or None. Blocks with one key keep the same pairs: one is evaluated."""
-        return None
-
-    def row_runs(self, q: np.ndarray) -> Runs | None:
-        """The keys that each query keeps, as runs [first, stop) of positions, or None if that is not a natural form.
-
-        q: any shape S of int64 positions. Returns two int64 arrays of shape (*S, runs); the runs of a query are ascending and
-        disjoint; a run with stop <= first is empty.
-        """
-        return None
 
     def named_tokens(self) -> tuple[int, int] | None:
         """The least and the greatest length of the sequences that the pattern is for, if it names a number of tokens, as a grid
@@ -137,10 +109,10 @@ class Pattern:
 
     def names_tokens(self) -> bool:
         """Whether some of ``leaves`` is for certain tokens alone."""
-        return any(leaf.covers_part or leaf.named_tokens() for leaf in self.leaves())
+        return any(leaf.uncovered_advice or leaf.named_tokens() for leaf in self.leaves())
 
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
-        """The expression with ``change`` of each pattern that it is composed of."""
+    def map_leaves(self, change: Callable[[Pattern], Any]) -> Any:
+        """The expression with ``change`` of each pattern that it is composed of: values with ``& | ~``, such as bool arrays."""
         return change(self)
 
     def bind_length(self, kv_len: int) -> Pattern:
@@ -150,11 +122,6 @@ class Pattern:
     def move_by(self, by: int) -> Pattern | None:
         """A pattern of the same kind with position 0 at position ``by``, right for keys from there on; None if there is none."""
         return None
-
-    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
-        shape = (*q.shape, kv.shape[1])
-        return evaluate_rule(self, "the token rule", self.token_rule, (q[:, :, None], kv[:, None, :]), shape)
 
     def to_spec(self) -> str:
         """Canonical spec text: equal patterns have equal text, and ``Pattern.from_spec`` reads it back."""
@@ -212,34 +179,6 @@ def _fields_of(cls: type[Pattern]) -> tuple[tuple[str, bool, bool], ...]:
 def is_made_in_graph(pattern: Pattern) -> bool:
     """Whether torch.compile traces the making of this pattern, which is then an object without fields here."""
     return not all(hasattr(pattern, field) for field, *_ in _fields_of(type(pattern)))
-
-
-@contextmanager
-def explain_array_errors(pattern: Pattern, rule: str) -> Iterator[None]:
-    """Errors of a rule that does not take arrays name it and say what to write; others are the user's own, and pass."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if "array" not in str(error):  # as NumPy says it: the truth value of an array, only 0-dimensional arrays
-            raise
-        raise (TypeError if isinstance(error, TypeError) else ValueError)(
-            f"{rule} of {pattern} failed on arrays of positions: {error} (use NumPy's functions, and & | ~ instead of and, or, not)"
-        ) from error
-
-
-def evaluate_rule(
-    pattern: Pattern, name: str, rule: Callable[..., Any], positions: tuple[np.ndarray, ...], shape: tuple[int, ...]
-) -> np.ndarray:
-    """Evaluates a rule at these positions: bool of this shape. Raises TypeError or ValueError for a result of another form."""
-    with explain_array_errors(pattern, name):
-        # A rule may change its arguments in place, and other rules get the same positions.
-        kept = np.asarray(rule(*(one.copy() for one in positions)))
-    if kept.dtype != bool:
-        raise TypeError(f"{name} of {pattern} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
-    try:
-        return np.broadcast_to(kept, shape)
-    except ValueError:
-        raise ValueError(f"{name} of {pattern} must broadcast to {shape}; it returned {kept.shape}") from None
 
 
 def short_text(pattern: Pattern | str, most: int = 60) -> str:
@@ -322,6 +261,13 @@ class _Expression(Pattern):
     def bind_length(self, kv_len: int) -> Pattern:
         return self.map_leaves(lambda leaf: leaf.bind_length(kv_len))
 
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        return self.map_leaves(lambda leaf: np.asarray(leaf.token_rule(np.array(q), np.array(kv)), bool))
+
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        # Each leaf evaluates as few pairs as it can.
+        return self.map_leaves(lambda leaf: leaf.token_tiles(q, kv))
+
     def _write(self, write: Callable[[Pattern], str]) -> str:
         """The text of the expression. write: gives the text of an operand."""
         raise NotImplementedError
@@ -339,7 +285,7 @@ class _Composite(_Expression):
 
     operands: tuple[Pattern, ...]
     symbol: ClassVar[str]
-    combine: ClassVar[np.ufunc]
+    combine: ClassVar[Any]  # of two arrays
 
     @classmethod
     def of(cls, *operands: Pattern) -> Pattern:
@@ -366,21 +312,16 @@ class _Composite(_Expression):
     def __hash__(self) -> int:
         return hash((self.symbol, self.operands)) if self._hash is None else self._hash
 
-    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        return reduce(self.combine, (p.token_rule(np.array(q), np.array(kv)) for p in self.operands))
-
-    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        # Each operand evaluates as few pairs as it can.
-        return reduce(self.combine, (p.token_tiles(q, kv) for p in self.operands))
-
     def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
         return reduce(self.combine, (p.named_queries(q, kv_len) for p in self.operands))
 
     def leaves(self) -> Iterator[Pattern]:
         return chain.from_iterable(p.leaves() for p in self.operands)
 
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
-        return type(self).of(*(p.map_leaves(change) for p in self.operands))
+    def map_leaves(self, change: Callable[[Pattern], Any]) -> Any:
+        values = [p.map_leaves(change) for p in self.operands]
+        # All patterns at once: each of two would be sorted again.
+        return type(self).of(*values) if isinstance(values[0], Pattern) else reduce(self.combine, values)
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
@@ -438,7 +379,7 @@ class And(_Composite):
     """The pairs that every operand keeps."""
 
     symbol = "&"
-    combine = np.logical_and
+    combine = operator.and_
 
     def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
         # sinks(4) & shifted(...) is about the queries that shifted is about.
@@ -450,7 +391,7 @@ class Or(_Composite):
     """The pairs that some operand keeps."""
 
     symbol = "|"
-    combine = np.logical_or
+    combine = operator.or_
 
 
 @dataclass(frozen=True, repr=False)
@@ -459,16 +400,10 @@ class Not(_Expression):
 
     operand: Pattern
 
-    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        return np.logical_not(self.operand.token_rule(q, kv))
-
-    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        return np.logical_not(self.operand.token_tiles(q, kv))
-
     def leaves(self) -> Iterator[Pattern]:
         return self.operand.leaves()
 
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+    def map_leaves(self, change: Callable[[Pattern], Any]) -> Any:
         return ~self.operand.map_leaves(change)
 
     def _write(self, write: Callable[[Pattern], str]) -> str:

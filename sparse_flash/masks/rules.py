@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import scipy.sparse
 
 from .fields import positive_int
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, concat_ranges, runs_of
-from .pattern import DerivedPattern, Pattern, Runs, evaluate_rule, explain_array_errors, layout_of
+from .hints import Runs, evaluate_rule, explain_array_errors
+from .pattern import DerivedPattern, Pattern, layout_of
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
@@ -38,13 +39,7 @@ def block_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
 
 
 class RunPattern(Pattern):
-    """Each query keeps a few runs of keys: define ``row_runs``.
-
-    ``ordered_runs`` says that no start and no end of a run decreases from one query to the next, so that the first and the last
-    query of a block tell the block rule all.
-    """
-
-    ordered_runs: ClassVar[bool] = False
+    """Each query keeps a few runs of keys: define ``row_runs``, and ``ordered_runs`` if it holds."""
 
     def row_runs(self, q: np.ndarray) -> Runs:
         raise NotImplementedError(f"{type(self).__name__} is a RunPattern and defines no row_runs")
@@ -69,10 +64,8 @@ class RunPattern(Pattern):
                 empty = stop <= first
                 first, stop = np.where(empty, grid.kv_len, first), np.where(empty, 0, stop)
                 some, every = (first.min(1), stop.max(1)), (first.max(1), stop.min(1))
-            pieces.append(
-                _merge_row_runs(grid, [_round_to_blocks(grid, rows, *some, PARTIAL), _round_to_blocks(grid, rows, *every, FULL)])
-            )
-        return BlockRuns.from_bands(pieces)
+            pieces += [_round_to_blocks(grid, rows, *some, PARTIAL), _round_to_blocks(grid, rows, *every, FULL)]
+        return _merge_row_runs(grid, pieces)
 
     def _count_runs(self, position: int) -> int:
         """How many runs a query keeps. Raises ValueError for runs in another form than ``row_runs`` must return."""
@@ -285,12 +278,11 @@ class DistancePattern(UnitPattern):
         for rows in _row_chunks(grid, 1 + len(joined_low) + len(long_low)):
             top, bottom = np.split(grid.q_ends(rows) // unit, 2, axis=1)
             covered = (bottom - long_high + 1) * unit, (top - long_low + 1) * unit
-            runs = [_round_to_blocks(grid, rows, *covered, FULL)]
+            pieces.append(_round_to_blocks(grid, rows, *covered, FULL))
             if unit % grid.block_size or (top != bottom).any():  # else no block is partial
                 reached = (top - joined_high + 1) * unit, (bottom - joined_low + 1) * unit
-                runs.append(_round_to_blocks(grid, rows, *reached, PARTIAL))
-            pieces.append(_merge_row_runs(grid, runs))
-        return BlockRuns.from_bands(pieces)
+                pieces.append(_round_to_blocks(grid, rows, *reached, PARTIAL))
+        return _merge_row_runs(grid, pieces)
 
 
 @dataclass(frozen=True)

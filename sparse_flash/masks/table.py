@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -130,6 +130,14 @@ class KernelTables(NamedTuple):
     def whole_columns(self) -> torch.Tensor:
         """The work items of ``by_key``, which has no splits."""
         return cast(Table, self.by_key).work
+
+
+def move_tables(tables: Any, device: torch.device) -> Any:
+    """``KernelTables`` or None on another device, with all tensors in them."""
+    if isinstance(tables, tuple):
+        moved = (move_tables(one, device) for one in tables)
+        return type(tables)(*moved) if hasattr(tables, "_fields") else tuple(moved)
+    return tables.to(device) if isinstance(tables, torch.Tensor) else tables
 
 
 class FullBlocks(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .block_mask import BlockMask
 from .coarsen import decode_parts
 from .grid import union
-from .table import MOST_DERIVED, Entries, KernelTables, Table, build_table, sort_entries
+from .mask_tables import MaskTables
+from .table import Entries, KernelTables, build_table, sort_entries
 from .tiles import FULL_TILE, TilePool, unique_rows
 
 BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1, 1 and 2, 3 and 4, ...
@@ -23,41 +23,36 @@ _MOST_TILES = 1 << 6
 _EMPTY, _FULL = 0, 1  # as in ``decode_parts``
 
 
-def tall_rows(mask: BlockMask) -> KernelTables | None:
-    """``BlockMask.by_query`` of one mask in tall rows, on its device; None if kernels are faster on its own rows. Reads the table.
-    A full block may lie past the end of the queries."""
-    if mask.block_size != BLOCK or mask.masks > 1 or mask.by_query.col_idx.numel() > MOST_DERIVED:
-        return None
-    here = mask.to("cpu")
-    rows, cols, kind, tile = here.entries()
+def tall_rows(mask: MaskTables) -> KernelTables | None:
+    """``by_query`` of one mask in blocks of BLOCK, on the CPU, in tall rows; None if kernels are faster on its rows. A full block
+    may lie past the end of the queries."""
+    rows, cols, kind, tile = mask.entries()
     number, third = 1 + np.where(kind > 0, 2 * tile + kind, 0), rows % 3
     # Tall rows have block rows 0 and 1, 1 and 2, 3 and 4, ...: the upper ones here, then the lower ones.
     chosen = third < 2, third > 0
-    blocks = [((rows // 3 * 2 + third - part) * here.grid.kv_blocks + cols)[some] for part, some in enumerate(chosen)]
+    blocks = [((rows // 3 * 2 + third - part) * mask.grid.kv_blocks + cols)[some] for part, some in enumerate(chosen)]
     found = union(blocks)
     states = np.full((len(found), 2), _EMPTY)
     for part in range(2):
         states[np.searchsorted(found, blocks[part]), part] = number[chosen[part]]
-    some = found // here.grid.kv_blocks * QUERIES < here.q_len
-    (row, col), states = np.divmod(found[some], here.grid.kv_blocks), states[some]
-    states[row // 2 * 3 + row % 2 + 1 >= here.grid.q_blocks, 1] = _FULL  # queries past the end may keep anything
+    some = found // mask.grid.kv_blocks * QUERIES < mask.q_len
+    (row, col), states = np.divmod(found[some], mask.grid.kv_blocks), states[some]
+    states[row // 2 * 3 + row % 2 + 1 >= mask.grid.q_blocks, 1] = _FULL  # queries past the end may keep anything
     partial = np.flatnonzero((states[:, 0] != _FULL) | (states[:, 1] != _FULL))
     first, alike = unique_rows(np.column_stack([states, row % 2])[partial])
     if len(first) > _MOST_TILES:
         return None
-    both = decode_parts(here, states[partial[first]]).reshape(-1, 2 * BLOCK, BLOCK)
+    both = decode_parts(mask, states[partial[first]]).reshape(-1, 2 * BLOCK, BLOCK)
     query = np.arange(QUERIES) + row[partial[first], None] % 2 * (2 * BLOCK - QUERIES)
     pool, tiles = TilePool(BLOCK, QUERIES), np.full(len(row), FULL_TILE)
     tiles[partial] = pool.add_dense(np.take_along_axis(both, query[:, :, None], 1))[alike]
     entries = Entries(row, col, tiles).without_empty()
     if _estimate_time(entries.tiles != FULL_TILE) * QUERIES > _MOST_TIME * _estimate_time(kind > 0) * BLOCK:
         return None
-    shape = -(-here.q_len // QUERIES), here.grid.kv_blocks
+    shape = -(-mask.q_len // QUERIES), mask.grid.kv_blocks
     full, others, stacks = sort_entries(entries, shape, pool)
     table = build_table(full, others)
-    runs, bits = (stack.to(mask.device) for stack in stacks)
-    document_order, table = table.has_document_order(), Table(*(tensor.to(mask.device) for tensor in table))
-    return KernelTables(BLOCK, QUERIES, mask.mask_index, table, None, (runs, bits), None, document_order)
+    return KernelTables(BLOCK, QUERIES, mask.mask_index, table, None, (stacks[0], stacks[1]), None, table.has_document_order())
 
 
 def _estimate_time(is_partial: np.ndarray) -> float:

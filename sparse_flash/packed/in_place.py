@@ -221,8 +221,8 @@ def _assemble_on_host(constants, q_starts, k_starts, plan: PackPlan) -> list[tor
         here, there = (np.clip(bound[rows[batch]] - key, 0, BLOCK) for bound in (first, stop))
         tiles[batch] = pool.add_runs(pack_runs(here, there))
     kept = tiles != EMPTY_TILE
-    mask = from_entries(grid, Entries(rows[kept], cols[kept], tiles[kept]), pool)
-    return mask.to(q_starts.device).tensors()
+    made = from_entries(grid, Entries(rows[kept], cols[kept], tiles[kept]), pool)
+    return [tensor.to(q_starts.device) for tensor in made.tensors()]
 
 
 def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: PackPlan) -> tuple[np.ndarray, np.ndarray]:

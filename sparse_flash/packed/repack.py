@@ -24,10 +24,9 @@ from ..compat.constants import constant_in_graphs
 from ..compat.names import operator_name
 from ..compat.pytorch import DynamicShapeError, is_plain_eager
 from ..kernels.common.streams import current_device
-from ..masks.block_mask import BlockMask
+from ..masks.block_mask import BlockMask, compile_up_to
 from ..masks.build import from_entries
 from ..masks.cache import fake_tensors_if_needed, keep_if_captured, run_in_thread
-from ..masks.compiler import compile_up_to
 from ..masks.grid import BlockGrid, concat_ranges
 from ..masks.memory import cached_until_cleared
 from ..masks.pattern import short_text
@@ -310,10 +309,10 @@ def _pack_on_host(tables, q_starts, k_starts, plan: PackPlan) -> list[torch.Tens
 
     grid = BlockGrid(plan.q_blocks * BLOCK, plan.k_blocks * BLOCK, BLOCK)
     entries, pool = _documents_entries(_long_mask(tables, plan), q_first, q_blocks, k_first, k_blocks, k_len)
-    mask = from_entries(grid, entries, pool).to(device)
+    tensors = [tensor.to(device) for tensor in from_entries(grid, entries, pool).tensors()]
     q_axis = _axis(plan.q_tokens, plan.q_blocks, q_start, q_len, q_first * BLOCK + skipped, device)
     k_axis = q_axis if plan.shares_documents else _axis(plan.k_tokens, plan.k_blocks, k_start, k_len, k_first * BLOCK, device)
-    return [*q_axis, *k_axis, *mask.tensors()]
+    return [*q_axis, *k_axis, *tensors]
 
 
 def documents_on_host(q_starts, k_starts, plan: PackPlan) -> list[tuple[np.ndarray, np.ndarray]]:

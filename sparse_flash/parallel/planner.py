@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..masks.compiler import compile_mask
+from ..masks.block_mask import compile_mask
 from ..masks.grid import BlockGrid
 from ..masks.parsing import parse
 from ..masks.pattern import Pattern

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal, TypedDict
 
-from ..masks.block_mask import BlockMask, MaskLike
-from ..masks.cache import as_block_mask
+from ..masks.block_mask import BlockMask, MaskLike, as_block_mask
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
 from .assignment import Owners, Visits, blocks_per_chunk, candidates, improve_owners

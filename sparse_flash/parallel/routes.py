@@ -76,7 +76,10 @@ class LocalMask(_Record):
         """rows, cols: as for ``take_blocks``."""
         size = mask.block_size
         positions = [np.maximum(blocks, 0)[:, None] * size + np.arange(0, size, 16) for blocks in (rows, cols)]
-        return cls(take_blocks(mask, rows, cols), *(torch.from_numpy(first.ravel().astype(np.int32)) for first in positions))
+        return cls(
+            BlockMask.of_tables(take_blocks(mask, rows, cols)),
+            *(torch.from_numpy(first.ravel().astype(np.int32)) for first in positions),
+        )
 
 
 @dataclass(frozen=True, eq=False)

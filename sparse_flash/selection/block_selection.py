@@ -12,8 +12,7 @@ import torch
 from ..compat.dynamo import outside_inference
 from ..compat.names import operator_name
 from ..compat.pytorch import assert_in_graph, is_recorded
-from ..masks.block_mask import BlockMask, Device, MaskLike
-from ..masks.cache import resolve_single_mask
+from ..masks.block_mask import BlockMask, Device, MaskLike, resolve_single_mask
 from ..masks.grid import BlockGrid, check_index
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern

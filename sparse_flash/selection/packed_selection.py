@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..masks.compiler import compile_mask
+from ..masks.block_mask import compile_mask
 from ..masks.pattern import Pattern
 from ..packed.repack import Axis, PackedDocuments, most_blocks, repack_documents
 from .block_selection import BlockSelection, without_later_keys

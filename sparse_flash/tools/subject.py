@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from ..masks import methods as methods  # completes BlockMask
-from ..masks.block_mask import BlockMask
-from ..masks.build import with_coarse
-from ..masks.cache import as_block_mask
+from ..masks.block_mask import BlockMask, as_block_mask
 from ..masks.compiler import entry_patterns
 from ..masks.fit import named_len
 from ..masks.parsing import parse
@@ -36,5 +33,5 @@ def resolve_mask(
         sizes = f"{mask.q_len} x {mask.kv_len}"
         raise ValueError(f"{', '.join(given)} must come with a pattern to compile; got a mask of {sizes} tokens; leave them out")
     if isinstance(mask, BlockMask) and mask.masks == 1 < mask.mask_index.numel():
-        mask = with_coarse(mask.select())
+        mask = mask.select()
     return mask, ""

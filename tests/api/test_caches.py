@@ -18,7 +18,7 @@ import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.api import call as api_call
 from sparse_flash.kernels.launch import memory
-from sparse_flash.masks import cache, registry
+from sparse_flash.masks import block_mask, registry
 
 
 def results() -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ def test_a_forked_process_computes_what_its_parent_does_with_what_that_prepared_
 def test_masks_that_nobody_holds_are_freed():
     q = torch.randn(1, 1, 100, 16, device=DEVICE)
     sf.attention(q, q, q, "causal & local(33)")
-    mask = weakref.ref(cache.compile_cached("causal & local(33)", 100, 100, 128, q.device))
+    mask = weakref.ref(block_mask.compile_cached("causal & local(33)", 100, 100, 128, q.device))
     gc.collect()
     assert mask() is not None
     sf.clear_caches()

@@ -11,8 +11,8 @@ from oracle import DEVICE, heavy_rows_split
 
 import sparse_flash as sf
 from sparse_flash.choosers.rules_kernels import pack_block_bits
+from sparse_flash.masks.block_mask import resolve_within
 from sparse_flash.masks.grid import BlockGrid
-from sparse_flash.masks.methods import resolve_within
 from sparse_flash.masks.select_blocks import select_by_kernel, select_in_torch
 
 LONG_ROWS = {"lengths": (16 * 5, 16 * 50), "size": 16, "masks": 2, "density": 0.5, "bits": True, "seed": 0, "step": 16}

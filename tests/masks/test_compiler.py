@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.masks import build, compiler, rules
+from sparse_flash.masks import block_mask, build, compiler, rules
 from sparse_flash.masks.grid import PARTIAL, BlockGrid
 
 MILLION = 1 << 20
@@ -24,7 +24,7 @@ MILLION = 1 << 20
 @given(data=st.data(), lengths=strategies.lengths, block_size=strategies.block_sizes)
 def test_table_of_every_pattern_is_its_token_rule(name, data, lengths, block_size):
     pattern = data.draw(strategies.by_name[name])
-    mask = compiler.compile_up_to(pattern.bind_length(lengths[1]), *lengths, block_size, "cpu")  # grids of any number of tokens too
+    mask = block_mask.compile_up_to(pattern.bind_length(lengths[1]), *lengths, block_size, "cpu")  # grids of any length too
     np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(pattern, *lengths))
 
 

@@ -11,7 +11,7 @@ import sparse_flash as sf
 from sparse_flash.backends import get_backend
 from sparse_flash.benchmarks.workload.masks import ragged_documents
 from sparse_flash.masks import document_blocks
-from sparse_flash.masks.compiler import compile_up_to
+from sparse_flash.masks.block_mask import compile_up_to
 from sparse_flash.masks.document_blocks import BLOCK
 from sparse_flash.masks.table import KernelTables
 from sparse_flash.masks.tiles import unpack_runs

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, noop_mask, or_masks
 
 import sparse_flash as sf
-from sparse_flash.masks import cache
+from sparse_flash.masks import block_mask
 
 # Mask functions as people write them: the kinds in attention-gym, and some more.
 TOKENS, BATCH, HEADS = 300, 2, 3
@@ -120,20 +120,20 @@ def test_a_mask_without_a_rule_may_be_new_in_each_step_in_and_outside_of_one_com
         return sf.attention(q, q, q, read(of_blocks(kept, (300, 300))))
 
     compiled, q = torch.compile(attend, backend="aot_eager", fullgraph=True), torch.randn(2, 3, 300, 16)
-    known = len(cache._flex_cache)
+    known = len(block_mask._flex_cache)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(3):
             kept = torch.rand(2, 3, 5, 5) < 0.5
             for call in (attend, compiled):
                 torch.testing.assert_close(call(q, kept), dense_attention(q, kept), atol=1e-5, rtol=1e-4)
-    assert len(cache._flex_cache) == known
+    assert len(block_mask._flex_cache) == known
 
 
 def test_a_mask_without_a_rule_is_converted_anew_when_its_lists_change():
     q, kept = torch.randn(1, 1, 300, 16), torch.rand(1, 1, 5, 5) < 0.5
     flex, other = of_blocks(kept, (300, 300)), of_blocks(~kept, (300, 300))
-    made = cache.from_flex_cached(flex)
-    assert cache.from_flex_cached(flex) is made
+    made = block_mask.from_flex_cached(flex)
+    assert block_mask.from_flex_cached(flex) is made
     flex.full_kv_num_blocks.copy_(other.full_kv_num_blocks)
     flex.full_kv_indices.copy_(other.full_kv_indices)
     torch.testing.assert_close(sf.attention(q, q, q, flex), dense_attention(q, ~kept), atol=1e-5, rtol=1e-4)
@@ -196,9 +196,9 @@ def test_a_flex_mask_passed_as_the_mask_is_read_once_until_it_changes_and_goes_w
     kept = create_mask(rule, 2, 4, 300, 300, device="cpu")
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, kept, enable_gqa=True)
     torch.testing.assert_close(sf.attention(q, k, v, flex), expected, atol=1e-5, rtol=1e-4)
-    made = cache.from_flex_cached(flex)
+    made = block_mask.from_flex_cached(flex)
     torch.testing.assert_close(sf.attention(q, k, v, flex, softcap=1e6), expected, atol=1e-4, rtol=1e-3)
-    assert cache.from_flex_cached(flex) is made
+    assert block_mask.from_flex_cached(flex) is made
     flex.mask_mod = causal  # as done to shift a mask for decoding
     assert not torch.allclose(sf.attention(q, k, v, flex), expected, atol=1e-3)
     for count in (flex.kv_num_blocks, flex.full_kv_num_blocks):
@@ -229,11 +229,11 @@ def test_a_flex_mask_that_cannot_be_read_now_is_refused_with_the_way_out(monkeyp
     flex = create_block_mask(window, None, None, 256, 256, device="cpu")
     with pytest.raises(Exception, match=r"BlockMask.from_flex\(mask\) outside of the compiled"):
         torch.compile(lambda q: sf.attention(q, q, q, flex), fullgraph=True, backend="eager")(q)
-    monkeypatch.setattr(cache, "is_recorded", lambda device: True)
+    monkeypatch.setattr(block_mask, "is_recorded", lambda device: True)
     with pytest.raises(ValueError, match="call attention with it once before"):
         sf.attention(q, q, q, flex)
     monkeypatch.undo()
     expected = sf.attention(q, q, q, flex)
     torch.testing.assert_close(torch.compile(lambda q: sf.attention(q, q, q, flex), backend="eager")(q), expected)
-    monkeypatch.setattr(cache, "is_recorded", lambda device: True)
+    monkeypatch.setattr(block_mask, "is_recorded", lambda device: True)
     torch.testing.assert_close(sf.attention(q, q, q, flex), expected)  # it was already read

@@ -17,8 +17,7 @@ from ...api.arguments import callers_level
 from ...api.decode import MAX_QUERIES
 from ...api.shared import SharedSequence
 from ...choosers.built_in import Scored
-from ...masks.block_mask import BlockMask
-from ...masks.cache import convert_foreign_mask
+from ...masks.block_mask import BlockMask, convert_foreign_mask
 from ...masks.chooser import HeadChoice, choices_of, has_choosers, is_causal, map_heads, without_choosers
 from ...masks.parsing import parse, text_of
 from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerEntry, PerHead, short_text

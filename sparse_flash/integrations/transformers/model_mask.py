@@ -20,8 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from ...api.decode import MAX_QUERIES
 from ...compat.constants import constant_in_graphs
 from ...compat.pytorch import assert_in_graph
-from ...masks.block_mask import BlockMask
-from ...masks.cache import compile_cached
+from ...masks.block_mask import BlockMask, compile_cached
 from ...masks.memory import cached_until_cleared
 from ...masks.parsing import parse, text_of
 from ...masks.pattern import And, Pattern
