@@ -35,15 +35,15 @@ CHIPS = {
     "12.0": configs.Gpu((12, 0), 101376),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-LOOP = ("portable/row_loop", "portable/lengths", "portable/scores", "portable/dropout")
-COMMON = (*LOOP, "common/tiles", "common/philox", "common/variant")
+LOOP = ("kernels/portable/row_loop", "kernels/portable/lengths", "kernels/portable/scores", "kernels/portable/dropout")
+COMMON = (*LOOP, "kernels/common/tiles", "kernels/common/philox", "kernels/common/variant")
 SOURCES = {
-    "forward": ("portable/forward", "portable/softmax", *COMMON),
-    "grad_q": ("portable/backward", *COMMON),
-    "grad_kv": ("portable/backward", *COMMON),
-    "grad_qkv": ("portable/backward", *COMMON),
-    "decode": ("portable/decode", "portable/softmax", "common/tiles"),
-    "packed": ("packed/repack", "packed/rows", "packed/spans"),
+    "forward": ("kernels/portable/forward", "kernels/portable/softmax", *COMMON),
+    "grad_q": ("kernels/portable/backward", *COMMON),
+    "grad_kv": ("kernels/portable/backward", *COMMON),
+    "grad_qkv": ("kernels/portable/backward", *COMMON),
+    "decode": ("kernels/portable/decode", "kernels/portable/softmax", "kernels/common/tiles"),
+    "packed": ("packed/kernels/repack", "packed/kernels/rows", "packed/kernels/spans", "kernels/tables/splits"),
 }
 
 
@@ -106,7 +106,7 @@ def hash_of(kernel: str) -> str:
     """Covers a kernel's sources without comments, docstrings and the launchers next to it."""
     digest = hashlib.sha256()
     for name in SOURCES[kernel]:
-        for node in ast.parse((ROOT / "sparse_flash" / "kernels" / f"{name}.py").read_text()).body:
+        for node in ast.parse((ROOT / "sparse_flash" / f"{name}.py").read_text()).body:
             if not _is_launcher(node) and not isinstance(node, ast.Import | ast.ImportFrom):
                 _update(digest, [node])
     return digest.hexdigest()[:12]

@@ -42,8 +42,8 @@ from sparse_flash.kernels.common.compat import Constants
 from sparse_flash.kernels.common.tiles import Rows
 from sparse_flash.kernels.hopper import backward, forward
 from sparse_flash.kernels.launch.launch import Recording
-from sparse_flash.kernels.selection import hopper_backward as selection_backward
-from sparse_flash.kernels.selection import hopper_forward as selection_forward
+from sparse_flash.selection.kernels import hopper_backward as selection_backward
+from sparse_flash.selection.kernels import hopper_forward as selection_forward
 
 NUMPY = {"fp16": np.float16, "fp32": np.float32, "int1": np.bool_, "int16": np.int16, "int32": np.int32, "int64": np.int64}
 NUMPY |= {"uint32": np.uint32, "uint64": np.uint64, "int8": np.int8}

@@ -27,25 +27,31 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import sparse_flash as sf
 from sparse_flash import kernels
 from sparse_flash.backends import QueryRows
+from sparse_flash.choosers import kernels as choosers_kernels
 from sparse_flash.choosers.features import Content
 from sparse_flash.kernels.common.gluon import GluonASTSource
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import descriptors
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
-from sparse_flash.kernels.packed import document_blocks, repack, spans, splits
 from sparse_flash.kernels.portable import backward, configs, decode, forward, merge, sinks
-from sparse_flash.kernels.selection import decode as selection_decode
-from sparse_flash.kernels.selection import hopper_backward as gathering
-from sparse_flash.kernels.selection import hopper_forward as selection_hopper_forward
-from sparse_flash.kernels.selection import pick_blocks
+from sparse_flash.kernels.tables import splits
 from sparse_flash.masks.grid import BlockGrid
+from sparse_flash.packed import kernels as packed_kernels
+from sparse_flash.packed.kernels import document_blocks, repack, spans
+from sparse_flash.selection import kernels as selection_kernels
 from sparse_flash.selection import triton as selection_triton
 from sparse_flash.selection.choice import BlockChoice
+from sparse_flash.selection.kernels import decode as selection_decode
+from sparse_flash.selection.kernels import hopper_backward as gathering
+from sparse_flash.selection.kernels import hopper_forward as selection_hopper_forward
+from sparse_flash.selection.kernels import pick_blocks
 from sparse_flash.variant.variant import Variant
 
 SM90 = GPUTarget("cuda", 90, 32)
-MODULES = [import_module(one.name) for one in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.") if not one.ispkg]
+FOLDERS = kernels, choosers_kernels, packed_kernels, selection_kernels
+FOUND = [one for folder in FOLDERS for one in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}.")]
+MODULES = [import_module(one.name) for one in FOUND if not one.ispkg]
 
 
 @cache
@@ -104,7 +110,7 @@ def replaced(stand_in: Callable, chip: configs.Gpu = configs.HOPPER, by_pointers
         for module in MODULES:
             for name, kernel in list(vars(module).items()):
                 if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
-                    known = f"{kernel.fn.__module__.removeprefix('sparse_flash.kernels.')}.{kernel.fn.__name__}"
+                    known = f"{kernel.fn.__module__.removeprefix('sparse_flash.')}.{kernel.fn.__name__}"
                     made[known] = made.get(known) or stand_in(kernel)
                     stack.enter_context(mock.patch.object(module, name, made[known]))
             if hasattr(module, "detect_gpu"):

@@ -26,11 +26,11 @@ from triton import knobs
 
 import sparse_flash as sf
 from sparse_flash.choosers.built_in import Antidiagonal, Sampled
-from sparse_flash.kernels.choosers import hopper_log_sums, log_sums
+from sparse_flash.choosers.kernels import hopper_log_sums, log_sums
 from sparse_flash.kernels.launch.replay import parameter_sizes, parameter_types
-from sparse_flash.kernels.packed import rows
-from sparse_flash.kernels.selection import pick_blocks
+from sparse_flash.packed.kernels import rows
 from sparse_flash.selection import hopper as selection_hopper
+from sparse_flash.selection.kernels import pick_blocks
 
 TOKENS = 1024
 EVERY_TERM = "lengths dropout alibi softcap own"

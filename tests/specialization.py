@@ -27,10 +27,10 @@ from triton.compiler import ASTSource, make_backend
 
 import sparse_flash as sf
 from sparse_flash.choosers.built_in import Antidiagonal, Pooled, Sampled
-from sparse_flash.kernels.choosers import hopper_log_sums, log_sums, rules
-from sparse_flash.kernels.packed import rows as moved_rows
-from sparse_flash.kernels.selection import division
+from sparse_flash.choosers.kernels import hopper_log_sums, log_sums, rules
 from sparse_flash.masks.select_blocks import select_by_kernel
+from sparse_flash.packed.kernels import rows as moved_rows
+from sparse_flash.selection.kernels import division
 
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (16, 1), (3, 3), (32, 16))

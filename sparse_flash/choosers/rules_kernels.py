@@ -21,11 +21,11 @@ def pack_block_bits(blocks: Tensor) -> Tensor:
 
 def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str, shared: bool) -> Tensor:
     """Returns what ``rules_torch.score_blocks`` returns; if ``shared``, the largest over the heads of each group."""
-    from ..kernels.choosers import log_sums
+    from .kernels import log_sums
 
     by, device = log_sums, features.rows.device
     if hopper.runs_on(device):
-        from ..kernels.choosers import hopper_log_sums
+        from .kernels import hopper_log_sums
 
         by = hopper_log_sums if hopper_log_sums.supports(features.rows, features.per_kv_block) else log_sums
     return log_sums.scores_of_blocks(features, grid.kv_blocks, low, high, reduce == "mean", shared, by)
@@ -34,7 +34,7 @@ def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduc
 def write_kept_blocks(scores: Tensor, limits: Limits, bits: Tensor, first: int, rule: str, number: int | float, adds: bool) -> None:
     """Writes the blocks that a rule keeps to bits, (batch, heads, q_blocks, words) int32, or adds them. scores: (batch, heads |
     kv_heads, rows, kv_blocks) float32, of the rows from ``first`` on."""
-    from ..kernels.choosers.rules import apply_rule
+    from .kernels.rules import apply_rule
 
     allowed, forced, numbers = limits.allowed, limits.forced, limits.numbers(rule, number, scores.shape[1])
     if scores.shape[2] < len(numbers):

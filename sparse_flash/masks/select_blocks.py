@@ -51,7 +51,7 @@ def select_by_kernel(
 ) -> list[Table]:
     """``select_in_torch`` by kernels. room: the most blocks that all maps may keep. within: the BlockMask of the tables, with which
     launches are kept; None: they are not."""
-    from ..kernels.packed.select import select_tables
+    from ..kernels.tables.select import select_tables
 
     of_splits = most_splits(shape[1]), most_splits(shape[0]), *split_limits()
     return [Table(*made) for made in select_tables(maps, by_query, by_key, shape, room, of_splits, within)]
@@ -64,7 +64,7 @@ def build_work(by_query: RowArrays, by_key: RowArrays, longest: int, k_longest: 
     """
     if not can_launch_kernel(by_query[0]):
         return [build_split_work(*by_query, longest), build_split_work(*by_key, k_longest)]
-    from ..kernels.packed.splits import split_rows
+    from ..kernels.tables.splits import split_rows
 
     return split_rows(by_query, by_key, most_splits(longest), most_splits(k_longest), *split_limits())
 

@@ -380,7 +380,7 @@ def build_split_work(
     row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(work, splits) of a table made on a device, in operations whose shapes do not depend on its contents: see ``Table`` and
-    ``split_limits``. longest: the most blocks that a row may have. ``kernels/packed/splits.py`` does the same in one launch."""
+    ``split_limits``. longest: the most blocks that a row may have. ``kernels/tables/splits.py`` does the same in one launch."""
     bounds, room = ordered_bounds(row_ptr, row_split, row_order), most_splits(longest)
     masks, rows = row_order.shape
     if not room:

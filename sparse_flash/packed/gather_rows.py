@@ -25,7 +25,7 @@ def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill:
 
 def _take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:
     if can_use_kernels(x.device):
-        from ..kernels.packed.rows import take_rows_into
+        from .kernels.rows import take_rows_into
 
         target = _empty_rows(x, len(index), heads_first)
         with current_device(x.device):

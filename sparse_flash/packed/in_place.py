@@ -171,7 +171,7 @@ class _MaskOfDocuments(BlockMask):
 
     @cached_property
     def by_document(self) -> KernelTables:
-        from ..kernels.packed.document_blocks import fill_document_blocks
+        from .kernels.document_blocks import fill_document_blocks
 
         runs, mask_index, tile_bits = self._runs.constants
         blocks, tokens = most_blocks(self.q_len, self._layout.shape[1] - 1), self.q_len
@@ -193,7 +193,7 @@ def _assemble_on_device(constants, q_starts, k_starts, plan: PackPlan) -> list[t
 
 def _fill_tables(constants, layout: torch.Tensor, plan: PackPlan) -> list[torch.Tensor]:
     """The same. layout: from ``lay_out_documents``."""
-    from ..kernels.packed.spans import fill_spans
+    from .kernels.spans import fill_spans
 
     runs, mask_index, tile_bits = constants
     rows, k_rows, before = plan.q_blocks, plan.k_blocks, plan.before * BLOCK

@@ -253,7 +253,7 @@ def _fake_mask(plan: PackPlan, device: torch.device) -> list[tuple]:
 
 def _pack_on_device(tables, q_starts, k_starts, plan: PackPlan) -> list[torch.Tensor]:
     """tables, plan: from ``_make_plan``. Returns the tensors of both axes, then the mask's."""
-    from ..kernels.packed.repack import fill_rows, find_rows
+    from .kernels.repack import fill_rows, find_rows
 
     long, before, shares_documents = _long_mask(tables, plan), plan.before, bool(plan.shares_documents)
     tiles = long.tiles
@@ -273,7 +273,7 @@ def _pack_on_device(tables, q_starts, k_starts, plan: PackPlan) -> list[torch.Te
 
 def lay_out_documents(q_starts: torch.Tensor, k_starts: torch.Tensor, plan) -> torch.Tensor:
     """``lay_out`` of kernels, with the numbers of a plan."""
-    from ..kernels.packed.repack import lay_out
+    from .kernels.repack import lay_out
 
     longest = plan.q_longest, plan.k_longest
     with current_device(q_starts.device):

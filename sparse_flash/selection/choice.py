@@ -2,7 +2,7 @@
 
 A group's first query chooses for it, and the blocks that it chooses from end before its own begins. So no pick depends on a later
 token. Each kind of choice is an operator: torch.compile does not look inside, and activation checkpointing can keep its result. On
-a GPU a kernel chooses (``kernels/selection/pick_blocks``), elsewhere PyTorch operations on some groups at a time. Neither holds
+a GPU a kernel chooses (``selection/kernels/pick_blocks``), elsewhere PyTorch operations on some groups at a time. Neither holds
 the scores of all groups.
 """
 
@@ -52,8 +52,8 @@ class BlockChoice(NamedTuple):
         return like.new_empty(shape, dtype=torch.int32)
 
     def pick_with_kernel(self, source: Tensor, keys: Tensor | None, kind: str, compression: Any = None) -> Tensor:
-        """See ``kernels/selection/pick_blocks``."""
-        from ..kernels.selection.pick_blocks import pick_blocks
+        """See ``selection/kernels/pick_blocks``."""
+        from .kernels.pick_blocks import pick_blocks
 
         with current_device(source.device):
             return pick_blocks(as_contiguous_rows(source), keys, kind, self, compression=compression)
@@ -160,7 +160,7 @@ def choose_by_compressed(
     choice = BlockChoice(keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
     lse = None if lse is None else lse.to(compute_dtype(q)).contiguous()
     if keys.shape[2] and kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
-        from ..kernels.selection.pick_blocks import Compressed
+        from .kernels.pick_blocks import Compressed
 
         return choice.pick_with_kernel(q, as_contiguous_rows(keys), COMPRESSED, Compressed(length, stride, lse))
     rows = q[:, :, ::every].unflatten(1, (keys.shape[1], -1))

@@ -57,7 +57,7 @@ def _decode(
     if not by_kernel:
         picks = picks if every == 1 else picks.repeat_interleave(every, 2)[:, :, : q.shape[2]]
         return decode_by_operations(q, k, v, picks, block_size, scale, *rest)
-    from ..kernels.selection.decode import selection_decode
+    from .kernels.decode import selection_decode
 
     kv_lens, block_table, k_scale, v_scale = rest
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))

@@ -32,14 +32,14 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
 
 def forward(*call: Any) -> tuple[Tensor, Tensor]:
     """Does what ``triton.forward`` does."""
-    from ..kernels.selection.hopper_forward import picked_parts
+    from .kernels.hopper_forward import picked_parts
 
     return triton.forward(*call, parts_kernel=picked_parts)
 
 
 def backward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Does what ``triton.backward`` does."""
-    from ..kernels.selection import hopper_backward
+    from .kernels import hopper_backward
 
     return triton.backward(*call, gathering=hopper_backward)
 

@@ -19,13 +19,13 @@ from ..backends import triton as backend_of_masks
 from ..kernels.common.config import padded_head_dim
 from ..kernels.common.layout import as_addressable, empty_out, restore_layout, restore_out
 from ..kernels.common.streams import current_device
-from ..kernels.selection import division
-from ..kernels.selection.division import TILE_ROWS, Rounds, SelectionSizes
 from ..masks.block_mask import BlockMask
 from .block_selection import BlockSelection
+from .kernels import division
+from .kernels.division import TILE_ROWS, Rounds, SelectionSizes
 
 if TYPE_CHECKING:
-    from ..kernels.selection.lists import Pieces
+    from .kernels.lists import Pieces
 
 MOST_PICKS = 2**31 - 1
 MOST_TOGETHER = 8192  # picks of a tile's queries, which one program sorts
@@ -59,9 +59,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float, *, parts_kernel: Callable[..., None] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse), out in q's memory order. parts_kernel: instead of ``picked_parts``."""
-    from ..kernels.selection import lists
-    from ..kernels.selection.forward import picked_parts, visit_blocks
-    from ..kernels.selection.tiles import SelectionOperands
+    from .kernels import lists
+    from .kernels.forward import picked_parts, visit_blocks
+    from .kernels.tiles import SelectionOperands
 
     picks, always, sizes = selection.picks, selection.always, _sizes(q, k, selection)
     ready = [as_addressable(t) for t in (q, k, v)]
@@ -89,9 +89,9 @@ def backward(
     rows: QueryRows, k: Tensor, v: Tensor, selection: BlockSelection, scale: float, *, gathering: ModuleType | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv). Without atomics, gradients repeat bit for bit. gathering: the module of another ``picked_grads``."""
-    from ..kernels.selection import backward as kernels
-    from ..kernels.selection import lists
-    from ..kernels.selection.tiles import SelectionOperands
+    from .kernels import backward as kernels
+    from .kernels import lists
+    from .kernels.tiles import SelectionOperands
 
     q, dout, dlse, out, lse = rows
     picks, always, sizes = selection.picks, selection.always, _sizes(q, k, selection)
@@ -120,9 +120,9 @@ def backward(
 
 def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float) -> Tensor:
     """Returns (batch, heads, q_len, n) float32."""
-    from ..kernels.selection import lists
-    from ..kernels.selection.forward import picked_parts
-    from ..kernels.selection.tiles import SelectionOperands
+    from .kernels import lists
+    from .kernels.forward import picked_parts
+    from .kernels.tiles import SelectionOperands
 
     sizes = _sizes(q, k, selection)
     ready = [as_addressable(t) for t in (q, k)]
@@ -140,9 +140,9 @@ def block_lse_backward(
     dmasses: Tensor, q: Tensor, k: Tensor, masses: Tensor, selection: BlockSelection, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns (dq, dk). masses: of ``block_lse``. dmasses: its gradient."""
-    from ..kernels.selection import backward as kernels
-    from ..kernels.selection import lists
-    from ..kernels.selection.tiles import SelectionOperands
+    from .kernels import backward as kernels
+    from .kernels import lists
+    from .kernels.tiles import SelectionOperands
 
     picks, sizes = selection.picks, _sizes(q, k, selection)
     ready = [as_addressable(t) for t in (q, k)]
@@ -183,8 +183,8 @@ def _backward_workspace(
     ready: Sequence[Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool, gathering: ModuleType
 ) -> _BackwardWorkspace:
     """ready: q, k and v. with_parts: whether dQ comes as parts. gathering: the module of ``picked_grads``."""
-    from ..kernels.selection import lists
-    from ..kernels.selection.backward import keys_per_sum
+    from .kernels import lists
+    from .kernels.backward import keys_per_sum
 
     q, k, v = ready
     dim, dim_v = (padded_head_dim(t.shape[3]) for t in (k, v))

@@ -107,7 +107,7 @@ def test_the_kernel_adds_to_the_rows_that_it_is_given_for_all_heads_of_a_group(r
 @needs_triton
 @parametrize("rule, number", [("keep", 70), ("budget", 0.4), ("mass", 0.5), ("floor", 0.5), ("relative", 0.5)])
 def test_the_kernel_reads_long_rows_in_chunks(rule, number, monkeypatch):
-    from sparse_flash.kernels.choosers import rules
+    from sparse_flash.choosers.kernels import rules
 
     monkeypatch.setattr(rules, "_TOGETHER", 64)
     generator = np.random.default_rng(0)

@@ -17,7 +17,7 @@ if reason := backends.get_backend("triton").why_unavailable():
 from triton.runtime.interpreter import InterpretedFunction
 
 from sparse_flash.kernels.launch import order
-from sparse_flash.kernels.selection import division
+from sparse_flash.selection.kernels import division
 
 parametrize = pytest.mark.parametrize
 MOST = 6

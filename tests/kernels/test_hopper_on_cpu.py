@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from gluon_on_cpu import MASKS, assert_right
 
-from sparse_flash.kernels.choosers import hopper_log_sums
+from sparse_flash.choosers.kernels import hopper_log_sums
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels run on this GPU"),

@@ -34,7 +34,7 @@ LONG_ROWS = {"lengths": (16 * 5, 16 * 50), "size": 16, "masks": 2, "density": 0.
 @example(within=sf.causal(), **LONG_ROWS)
 def test_kernels_select_the_entries_that_operations_select(within, lengths, size, masks, density, bits, seed, step):
     """step: entries that a program selects at a time, other than the usual number."""
-    from sparse_flash.kernels.packed import select
+    from sparse_flash.kernels.tables import select
 
     grid = BlockGrid(*lengths, size)
     maps = (torch.rand(masks, *grid.shape, generator=torch.Generator().manual_seed(seed)) < density).to(DEVICE)

@@ -108,7 +108,7 @@ def test_each_head_has_splits_of_its_own_and_maps_too_short_for_them_have_none()
 @given(counts=counts, by_key=counts)
 @needs_triton
 def test_the_kernel_makes_what_tensor_operations_make(counts, by_key):
-    from sparse_flash.kernels.packed import splits
+    from sparse_flash.kernels.tables import splits
 
     def launch(kernel, grid, arguments, *rest):
         for written in (*arguments[3:5], *arguments[8:10]):

@@ -188,7 +188,7 @@ def test_what_is_always_kept_comes_on_top_to_the_token():
 def assert_kernel_agrees(choose, *small: str) -> None:
     """The kernel picks what PyTorch's operations pick. small: kinds of scores, taken in tiles of 16 groups and blocks."""
     from sparse_flash.kernels.common.config import Config
-    from sparse_flash.kernels.selection import pick_blocks
+    from sparse_flash.selection.kernels import pick_blocks
 
     with mock.patch.object(choice, "kernel_chooses", lambda *_: False):
         wanted = choose()

@@ -15,8 +15,8 @@ import gluon_on_cpu as emulated
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.kernels.selection import division
 from sparse_flash.selection import operators
+from sparse_flash.selection.kernels import division
 
 parametrize = pytest.mark.parametrize
 pytestmark = [needs_triton, pytest.mark.usefixtures("poison")]

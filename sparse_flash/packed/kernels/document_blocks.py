@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.launch import launch
+from ...kernels.launch.launch import launch
 from .repack import Q_LEN, Q_START, Group
 from .spans import build_span_tables, empty_spans, store_group, store_span
 

@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.config import Config, padded_head_dim
-from ..common.layout import as_contiguous_rows
-from ..common.tiles import LOG2_E
-from ..launch.launch import Recording, integers_key, launch_or_repeat_alike, run_within_memory
-from ..portable.softmax import update
+from ...kernels.common.config import Config, padded_head_dim
+from ...kernels.common.layout import as_contiguous_rows
+from ...kernels.common.tiles import LOG2_E
+from ...kernels.launch.launch import Recording, integers_key, launch_or_repeat_alike, run_within_memory
+from ...kernels.portable.softmax import update
 
 UNSEEN_PRODUCT = tl.constexpr(-1.0e30)  # of products that a row does not see, finite
 UNSEEN_BELOW = tl.constexpr(-1.0e20)  # logits below this are of columns that the row does not see

@@ -10,7 +10,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.gluon import copy_elements, record
+from ...kernels.common.gluon import copy_elements, record
 from .tiles import INTEGERS
 
 ROWS = gl.constexpr(64)  # of a tile: queries, each in as many rows as query heads share its choice

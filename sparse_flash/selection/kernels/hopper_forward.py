@@ -14,13 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.config import padded_head_dim
-from ..common.gluon import record
-from ..common.tiles import FLOOR, LOG2_E
-from ..hopper.descriptors import gluon_descriptor
-from ..hopper.products import start_transposed_product
-from ..hopper.ring import Ring, new_linked_ring, new_ring
-from ..launch.launch import launch, multiprocessors
+from ...kernels.common.config import padded_head_dim
+from ...kernels.common.gluon import record
+from ...kernels.common.tiles import FLOOR, LOG2_E
+from ...kernels.hopper.descriptors import gluon_descriptor
+from ...kernels.hopper.products import start_transposed_product
+from ...kernels.hopper.ring import Ring, new_linked_ring, new_ring
+from ...kernels.launch.launch import launch, multiprocessors
 from .hopper_gathering import (
     GATHERING_WARPS,
     NOT_SPECIALIZED,

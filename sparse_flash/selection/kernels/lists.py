@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.grid import tile_and_batch_head
-from ..launch.launch import launch
+from ...kernels.common.grid import tile_and_batch_head
+from ...kernels.launch.launch import launch
 from .division import Rounds, SelectionSizes, padded_count
 from .tiles import VisitedBlocks
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.compat import Constants
-from ..common.tiles import BlockPositions, TableEntries, where_kept
-from ..launch.memory import cached_until_cleared
+from ...kernels.common.compat import Constants
+from ...kernels.common.tiles import BlockPositions, TableEntries, where_kept
+from ...kernels.launch.memory import cached_until_cleared
 from .division import TILE_ROWS, PickedShape, SelectionSizes
 
 ROWS = tl.constexpr(TILE_ROWS)

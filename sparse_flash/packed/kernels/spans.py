@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.launch import launch
+from ...kernels.launch.launch import launch
+from ...kernels.tables.splits import RowTensors
 from .repack import (
     K_LEN,
     K_START,
@@ -22,7 +23,6 @@ from .repack import (
     ROWS_TOGETHER,
     Group,
     RowBounds,
-    RowTensors,
     bisect_left,
     empty_table,
     locate_row,

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.config import Config, padded_head_dim
-from ..common.grid import tile_and_batch_head
-from ..common.tiles import FLOOR, LN_2, LOG2_E
-from ..launch.launch import integers_key, launch
-from ..portable.softmax import log_of_sum, update
+from ...kernels.common.config import Config, padded_head_dim
+from ...kernels.common.grid import tile_and_batch_head
+from ...kernels.common.tiles import FLOOR, LN_2, LOG2_E
+from ...kernels.launch.launch import integers_key, launch
+from ...kernels.portable.softmax import log_of_sum, update
 
 _NONE = tl.constexpr(1 << 30)  # instead of a block: plus the number of the slot that holds none
 _KEYS = 64  # of a step of "max", and of the pass that sums the softmax

@@ -4,16 +4,27 @@ tables of a mask.
 The same as ``masks.table.build_split_work``, which says what a split is, in tensor operations.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from ..launch.launch import launch
-from .repack import RowTensors
 
 WORK_FIELDS = tl.constexpr(8)
 LINE_FIELDS = tl.constexpr(4)
 _ITEMS_TOGETHER, _MASKS_TOGETHER = 128, 16
+
+
+class RowTensors(NamedTuple):
+    """The rows of a table of one mask, for kernels to read or write: see ``masks.table.Table``. rows: their number for each
+    mask."""
+
+    row_ptr: Any
+    row_split: Any
+    row_order: Any
+    rows: Any
 
 
 @triton.jit

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.config import padded_head_dim
-from ..common.tiles import LN_2, LOG2_E, load_tile
-from ..launch.launch import as_rows, descriptor_or_rows, launch
-from ..portable.softmax import finish, init_softmax, log_of_sum, merge, update
+from ...kernels.common.config import padded_head_dim
+from ...kernels.common.tiles import LN_2, LOG2_E, load_tile
+from ...kernels.launch.launch import as_rows, descriptor_or_rows, launch
+from ...kernels.portable.softmax import finish, init_softmax, log_of_sum, merge, update
 from .configs import selection_config
 from .division import Round, SelectionSizes
 from .tiles import (

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from ..common.config import Config
-from ..launch.memory import cached_until_cleared
-from ..portable.configs import detect_gpu
+from ...kernels.common.config import Config
+from ...kernels.launch.memory import cached_until_cleared
+from ...kernels.portable.configs import detect_gpu
 
 # By keys of a block, at least. A key block of one step stays in shared memory. docs/performance/selection.md, "Tile sizes", has the
 # figures.

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.launch import launch
+from ...kernels.launch.launch import launch
+from ...kernels.tables.splits import RowTensors
 
 # Fields of a document: first token and length of its queries and keys, and the first block of each. A last column holds the ends.
 Q_START = tl.constexpr(0)
@@ -36,16 +37,6 @@ ROW_FIELDS = 9
 
 _DOCUMENTS_TOGETHER = 1024
 ROWS_TOGETHER = 512  # more do not fit the registers of one warp
-
-
-class RowTensors(NamedTuple):
-    """The rows of a table of one mask, for kernels to read or write: see ``masks.table.Table``. rows: their number for each
-    mask."""
-
-    row_ptr: Any
-    row_split: Any
-    row_order: Any
-    rows: Any
 
 
 class RowBounds(NamedTuple):

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.config import padded_head_dim
-from ..common.grid import tile_and_batch_head
-from ..common.tiles import LOG2_E, load_tile, store_tile
-from ..launch.launch import as_rows, descriptor_or_rows, launch
+from ...kernels.common.config import padded_head_dim
+from ...kernels.common.grid import tile_and_batch_head
+from ...kernels.common.tiles import LOG2_E, load_tile, store_tile
+from ...kernels.launch.launch import as_rows, descriptor_or_rows, launch
 from .configs import selection_config
 from .division import Round, SelectionSizes
 from .tiles import (

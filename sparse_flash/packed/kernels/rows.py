@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.launch import launch
+from ...kernels.launch.launch import launch
 
 _BYTES = 8192  # of a tile: each of 128 threads has four loads of 16 bytes under way
 _MOST_BYTES_OF_A_ROW, _MOST_ROWS = 1024, 1024  # of a tile

@@ -16,15 +16,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.compat import Constants
-from ..common.gluon import record
-from ..common.layout import as_addressable
-from ..common.tiles import LOG2_E
-from ..hopper.descriptors import gluon_descriptor
-from ..hopper.products import stage_pieces, start_pieces_product
-from ..hopper.ring import Ring, new_linked_ring, new_ring
-from ..hopper.ring import allocate_tiles as tiles_of
-from ..launch.launch import Recording
+from ...kernels.common.compat import Constants
+from ...kernels.common.gluon import record
+from ...kernels.common.layout import as_addressable
+from ...kernels.common.tiles import LOG2_E
+from ...kernels.hopper.descriptors import gluon_descriptor
+from ...kernels.hopper.products import stage_pieces, start_pieces_product
+from ...kernels.hopper.ring import Ring, new_linked_ring, new_ring
+from ...kernels.hopper.ring import allocate_tiles as tiles_of
+from ...kernels.launch.launch import Recording
 from .log_sums import UNSEEN_BELOW, UNSEEN_PRODUCT
 
 GROUP_ROWS = gl.constexpr(64)

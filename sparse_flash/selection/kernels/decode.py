@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.tiles import LOG2_E, TableEntries
-from ..launch.launch import launch_or_repeat_alike, multiprocessors
-from ..launch.memory import cached_until_cleared
-from ..portable.configs import decode_config, detect_gpu
-from ..portable.decode import (
+from ...kernels.common.tiles import LOG2_E, TableEntries
+from ...kernels.launch.launch import launch_or_repeat_alike, multiprocessors
+from ...kernels.launch.memory import cached_until_cleared
+from ...kernels.portable.configs import decode_config, detect_gpu
+from ...kernels.portable.decode import (
     STRIDES,
     Cache,
     CallShapes,
