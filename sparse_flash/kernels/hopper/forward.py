@@ -300,6 +300,7 @@ def _fold_steps(
     the scores of its own step and the weighted values of the previous step. Runs and bits share one loop, as each copy of the loop
     costs a second of compilation."""
     sums, kept, running_max, running_sum = state
+    score_layout: gl.constexpr = zeros.type.layout
     OVERLAPPED: gl.constexpr = p.SHAPE.OVERLAPPED_PARTIAL if MASKED else p.SHAPE.OVERLAPPED_FULL
     first_query = tile.first + HALF_INDEX * GROUP_QUERIES
     position = tile.position  # read only if VARIED
@@ -311,7 +312,7 @@ def _fold_steps(
         keys = stage_pieces(p.k, step, 0, p.SHAPE.PIECES)
         values = p.v.stage(before)
         if MASKED:
-            words = _mask_words(p, tile, entry, HALF_INDEX, zeros.type.layout)
+            words = _mask_words(p, tile, entry, HALF_INDEX, score_layout)
         if p.SHAPE.VARIED:
             position = p.scheduler.position(tile, entry, end)
         p.k.wait(step)
@@ -324,7 +325,8 @@ def _fold_steps(
         started_values = p.weights.start_values(kept, values, sums)
         if p.SHAPE.PING_PONG:
             p.ping_pong.pass_on(HALF_INDEX)
-        scores = warpgroup_mma_wait(len(started_values), deps=(started_scores,))
+        PRODUCTS: gl.constexpr = len(started_values)
+        scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
         if p.SHAPE.WIDE:
             # Full blocks are last. If the tile has none, the last partial block is.
