@@ -76,7 +76,7 @@ def test_a_kernel_that_does_not_fit_takes_smaller_tiles_and_is_not_tried_again(m
 
     def launched(kernel, grid, arguments, constants, options, *more):
         if kernel is forward.attention_forward_kernel:
-            shape = constants["SHAPE"]
+            shape = constants["SHAPE"].of  # whose numbers are plain
             needed = shape.TILE_N * options["num_stages"]
             ran.append((shape.TILE_M, shape.TILE_N, options["num_stages"], needed <= limit))
             if needed > limit:
