@@ -207,9 +207,3 @@ def test_peers_refuse_dtypes_and_dropout_and_unknown_ones_are_errors():
     for name in ("flax", "flex:triton"):
         with pytest.raises(ValueError, match="unknown peer"):
             registry.find_peer(name)
-
-
-def test_values_of_another_head_dim_are_measured():
-    case = cases.Case(cases.Shape(1, 2, 128, 24, v_head_dim=16), masks.CAUSAL, "sparse_flash")
-    assert str(case.shape) == "B1 H2 N128 D24/16"
-    assert throughput.run(case, CPU, seconds=0.01)["correct"]

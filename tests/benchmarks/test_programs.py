@@ -49,14 +49,6 @@ def test_a_choice_unlike_the_definitions_is_an_error_and_not_timed(tmp_path, mon
     assert found["failed"] in capsys.readouterr().out
 
 
-def test_density_is_of_causal_blocks_and_planted_heads_need_unequal_numbers():
-    q, k, _ = CHOOSER.dense(CPU, torch.float32).leaves
-    mask = sf.choose_blocks(CHOOSER.spec, q, k)
-    of_heads = choosers.densities(CHOOSER, mask)
-    assert (of_heads * (32 * 33 / 2)).round(9).tolist() == mask.kept_blocks()[0].sum((1, 2)).tolist()
-    assert of_heads.max() > 1.3 * of_heads.min()
-
-
 def test_no_case_begins_after_the_limit_and_only_choosers_are_taken(tmp_path, capsys):
     assert run_program(choosers, tmp_path, f"{SIZES} --limit -1")[0] == 0
     assert "7 cases were not begun" in capsys.readouterr().out

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from sparse_flash.benchmarks import traffic
 
@@ -50,11 +49,3 @@ def test_the_files_hold_the_figures_and_a_plot_for_each_theme(tmp_path):
     assert json.loads((tmp_path / "traffic.json").read_text()) == data
     assert data["environment"] == {"device": "a GPU"} and len(data["points"]) == len(traffic.DENSITIES)
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("traffic.png", "traffic-dark.png"))
-
-
-def test_without_a_gpu_or_ncu_the_program_says_so(capsys, monkeypatch):
-    for available, said in ((False, "finds no GPU"), (True, "install Nsight Compute")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        with pytest.raises(SystemExit):
-            traffic.main(["--ncu", "no-such-program"])
-        assert said in capsys.readouterr().err
