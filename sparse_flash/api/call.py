@@ -53,8 +53,8 @@ def observe(mask: object, q: torch.Tensor, k: torch.Tensor) -> None:
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 
-# For the ``layouts`` that ``check_tensors`` or ``check_decoding_tensors`` has passed, what stands for them in keys, whose hash then
-# takes no time; at _MOST all are dropped.
+# From ``layouts`` that ``check_tensors`` or ``check_decoding_tensors`` has passed to an object that replaces them in keys, as its
+# hash takes no time. At _MOST entries, all are dropped.
 fitting: dict[Hashable, object] = {}
 _MOST = 4096
 register_clear(fitting.clear)

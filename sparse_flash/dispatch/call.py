@@ -75,7 +75,7 @@ class AttentionCall(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What calls under one key share. variant: without its tensors."""
+    """Holds everything that calls under one key share. variant: without its tensors."""
 
     backend: str
     launches: dict[Any, Any]

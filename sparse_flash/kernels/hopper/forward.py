@@ -124,7 +124,7 @@ class ForwardShape:
 
     @property
     def V_ROWS(self) -> int:
-        """Of a tile of values in shared memory, transposed in e4m3, whose products need that."""
+        """Rows of a tile of values in shared memory. Products in e4m3 need it transposed."""
         return self.DIM_V if self.EIGHT else self.KEYS
 
     @property

@@ -165,7 +165,7 @@ def _run(call, recording):
     out = recording.fresh(empty_out(q, v.shape[3]))
     lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
     dim = padded_head_dim(q.shape[3])
-    # Under lengths, tiles of k and v share memory. If those of v have fewer columns and fewer than 64, ptxas 12.8 (Triton 3.6) adds
+    # Under lengths, tiles of k and v share memory. If tiles of v have fewer columns and fewer than 64, ptxas 12.8 (Triton 3.6) adds
     # to an unset register for v's second address.
     dim_v = max(padded_head_dim(v.shape[3]), min(64, dim))
     passes = Passes(recording, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, mask, call.scale, dim, dim_v)
