@@ -39,6 +39,7 @@ from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
 from ..launch.launch import descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import concurrent_heads
 from ..portable.sinks import add_sink
+from ..portable.softmax import finish, init_softmax
 from .configs import EightBitConfig
 from .descriptors import gluon_descriptor, table_pointers, tile_queue
 from .division import column_constants, items_and_tiles, plan_eight_bits, plan_forward
@@ -619,9 +620,7 @@ def combine_kernel(
     if count > 0:
         rows = tl.arange(0, COMBINED)
         line = (batch_head.to(tl.int64) * listed + first) * TABLE_ROW + start + rows
-        running_max = tl.full([COMBINED], FLOOR, tl.float32)
-        running_sum = tl.zeros([COMBINED], tl.float32)
-        accumulator = tl.zeros([COMBINED, DIM], tl.float32)
+        accumulator, running_max, running_sum = init_softmax(COMBINED, DIM)
         for _ in range(count):
             lse = tl.load(split_lse + line)
             new_max = tl.maximum(running_max, lse)
@@ -634,14 +633,11 @@ def combine_kernel(
         state = accumulator, tl.maximum(running_max * LOG2_E, FLOOR), running_sum
         if sinks is not None:
             state = add_sink(state, tl.load(sinks + head))
-        accumulator, running_max, running_sum = state
-        keeps_nothing = running_sum == 0.0
-        total = tl.where(keeps_nothing, 1.0, running_sum)
+        out, log = finish(state)
         first_query = row * TABLE_ROW + start
-        store_tile(out_tensor, accumulator / total[:, None], batch, head, first_query, COMBINED, DIM)
+        store_tile(out_tensor, out, batch, head, first_query, COMBINED, DIM)
         query = first_query + rows
-        lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.log2(total)) * LN_2)
-        tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + query, lse, mask=query < q_len)
+        tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + query, log * LN_2, mask=query < q_len)
 
 
 def attention_forward(call, of_copies: tuple = ()):
