@@ -650,6 +650,7 @@ LANGUAGE = Language(
     allocate_shared_memory=allocate_shared_memory,
     warp_specialize=warp_specialize,
 )
+LANGUAGE.math = LANGUAGE
 REPLACED = {
     "gl": LANGUAGE,
     "tl": LANGUAGE,
