@@ -125,8 +125,8 @@ def build_call(
     holder = table if isinstance(table, BlockMask) else None
     kernel_table = table if holder is None else holder.kernel_table(q.is_cuda)
     call = AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, backend, variant, precision)
-    of_variant = describe_variant(variant_arguments)
-    key = None if fits is None or of_variant is None else (fits, of_variant)
+    of_variant = None if fits is None else describe_variant(variant_arguments)
+    key = None if of_variant is None else (fits, of_variant)
     if not chooses and key is not None and (earlier := repeat(call, key, holder, variant_arguments)) is not None:
         return earlier
     if variant_arguments and not chooses:
@@ -187,7 +187,7 @@ def _choose(
     given: dict[str, Any] = {name: variant_arguments.get(name) for name in LENGTHS}
     lengths = build_variant(q, k, **given)
     choose = chosen_in_graph if torch.compiler.is_compiling() else chosen_mask
-    return choose(spec, q, k, resolve_scale(scale, q.shape[3]), None, lengths)
+    return choose(spec, q, k, scale, None, lengths)
 
 
 def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:

@@ -57,7 +57,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """For ``prepare``."""
+        """Tells calls apart by their inputs and their variant: see ``prepare``."""
         return layouts(self.inputs()), self.variant and self.variant.constants
 
     def inputs(self) -> tuple[torch.Tensor, ...]:

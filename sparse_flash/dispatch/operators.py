@@ -59,6 +59,7 @@ def _plain_as_batch(x: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_as_documents(x: torch.Tensor) -> torch.Tensor:
+    """The reverse."""
     _, *sizes = zip(x.shape, x.stride())
     (heads, of_head), (tokens, of_token), (dim, of_dim) = sizes
     return x.as_strided((tokens, heads, dim), (of_token, of_head, of_dim))
@@ -185,7 +186,7 @@ class _DirectAttention(torch.autograd.Function):
         q, k, v, out, lse, *more = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (5 + len(more))
-        visible = needs_operator()  # since the forward pass
+        visible = needs_operator()  # if a mode was entered after the forward pass
         if ctx.of_documents:
             q, k, v = map(documents_as_batch if visible else _plain_as_batch, (q, k, v))
             dout, dlse = dout if dout is None else documents_as_batch(dout), dlse if dlse is None else dlse.unsqueeze(0)

@@ -268,7 +268,7 @@ def refill_variant(variant: Variant, q: torch.Tensor, arguments: dict[str, Any])
             _, convert = _TENSOR_ARGUMENTS[name]
             fields[_TENSORS.index(name)] = convert(value, q)
     if variant.dropout_p:
-        fields[0] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+        fields[_TENSORS.index("seed")] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
     return Variant._make(fields)
 
 
