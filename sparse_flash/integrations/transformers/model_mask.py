@@ -91,12 +91,18 @@ class ModelMask(FlexBlockMask):
         """Returns this mask with other fields."""
         return ModelMask(**{name: getattr(self, name) for name in _FIELDS} | fields)
 
-    # What models and ``generate()`` read of a mask, as of a tensor; ``__getattr__`` refuses the rest.
+    # Models and ``generate()`` read these attributes of a tensor from a mask; ``__getattr__`` refuses all others.
     dtype, ndim = torch.bool, 4
 
     @property
     def shape(self):
         return (1, 1, self.q_length, self.kv_length)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim=None):
+        return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> ModelMask:
         return self
