@@ -92,7 +92,7 @@ def test_modules_import_each_other_in_no_circle_also_within_functions():
         for name in free:
             del waiting[name]
     assert not waiting
-    # Nor does a module complete a class that it imports, but for the parser: expressions take text.
+    # No module completes a class that it imports. Only the parser does, because expressions take text.
     completed = set()
     for name, tree in TREES.items():
         imported = {a.asname or a.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for a in node.names}

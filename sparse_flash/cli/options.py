@@ -1,4 +1,4 @@
-"""What commands share: options, the output, and how errors are reported: one message on stderr, no traceback, exit code 2."""
+"""Options and output that commands share, and their errors: one message on stderr, no traceback, exit code 2."""
 
 from __future__ import annotations
 

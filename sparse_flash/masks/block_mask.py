@@ -1,5 +1,4 @@
-"""BlockMask: the lookup table that kernels iterate over, made of anything that stands for a mask. The class docstring defines its
-format.
+"""BlockMask: the lookup table that kernels iterate over, and its makers. The class docstring defines its format.
 
 This module is above all others of tables: those make the fields, the class and ``compile_mask`` call them.
 """
@@ -478,7 +477,7 @@ def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
 def as_block_mask(
     mask: MaskLike, q_len: int | None = None, kv_len: int | None = None, block_size: int = 128, device: Device | None = None
 ) -> BlockMask:
-    """A BlockMask from anything that stands for one. A pattern and its text are compiled for these lengths."""
+    """A BlockMask from a pattern or its text, compiled for these lengths, or from another library's mask."""
     if isinstance(mask, BlockMask):
         return mask
     if isinstance(mask, (Pattern, str)):

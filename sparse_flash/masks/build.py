@@ -15,7 +15,7 @@ from .tiles import FULL_TILE, TilePool, dense_batches
 
 
 def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBlocks | None = None) -> MaskTables:
-    """One mask, the same for every batch and head, from kept blocks and their tiles. full: full blocks that are no entries."""
+    """One mask, the same for every batch and head, from kept blocks and their tiles. full: full blocks not in entries."""
     check_blocks(len(entries.rows) + (0 if full is None else full.blocks))
     full, partial, stacks = sort_entries(entries, grid.shape, pool, full)
     by_query, by_key = build_table(full, partial), build_table(full.transposed(), partial.transposed())

@@ -1,4 +1,4 @@
-"""What a pattern may tell the compiler besides its meaning, and how its rules are evaluated."""
+"""Optional hints of a pattern for the compiler, and the evaluation of its rules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Runs: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 class CompilerHints:
-    """What makes compiling faster and changes no table, so all of it may be left out. The compiler believes it: each hint must
-    agree with ``token_rule``.
+    """Optional members of a pattern that make compiling faster. They change no table. The compiler trusts them: each must agree
+    with ``token_rule``.
 
     shift_invariant: the token rule depends only on ``q - kv``, so blocks on one diagonal are equal and one of them is evaluated.
     ordered_runs: no start and no end of a run of ``row_runs`` decreases from one query to the next, so that the first and the last

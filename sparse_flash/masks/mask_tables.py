@@ -41,7 +41,7 @@ class MaskTables:
 
     def stored_index(self, batch: int, head: int) -> int:
         """Which stored mask a head uses."""
-        batches, heads = self.mask_index.shape  # 1 stands for any number
+        batches, heads = self.mask_index.shape  # a size of 1 broadcasts
         batch = check_index("batch", batch, batches) if batches > 1 else 0
         head = check_index("head", head, heads) if heads > 1 else 0
         return int(self.mask_index[batch, head])

@@ -20,7 +20,7 @@ from . import spec
 from .fields import check_fields, set_fields
 from .hints import CompilerHints
 
-# What errors advise where patterns leave queries out.
+# The advice of errors where patterns leave queries out.
 ADD_REST = "add what they keep, such as global_tokens(n) for the first tokens and last_tokens(n) for the last"
 
 
@@ -44,7 +44,7 @@ class Pattern(CompilerHints):
     """
 
     name: ClassVar[str | None] = None
-    # What errors advise if the pattern is about some queries and no pattern about the others; None if all are in its care.
+    # The advice of errors where the pattern is about some queries and no pattern is about the others; None: it is about all.
     uncovered_advice: ClassVar[str | None] = None
     chooses: ClassVar[bool] = False  # whether it is a chooser, which keeps blocks by the content of q and k
     hides_padding: ClassVar[bool] = False  # whether it keeps no padding of its ``layout``, which is such a pattern itself

@@ -14,7 +14,7 @@ from .assignment import Assignment
 ELEMENT_BYTES = 2  # float16, bfloat16
 _LSE_BYTES = 4  # float32
 
-# Times of calls are those of ``masks/costs``, the same on all ranks. What it does not know was fitted to runs on two H100:
+# ``masks/costs`` gives the times of calls, the same on all ranks. The other rates were fitted to runs on two H100:
 # docs/performance/several-gpus.md, "The rates behind the estimates", has the measured ranges and the results files.
 _MEMORY_RATE = 1e6 * COPY_RATE  # bytes per second of copies, merges and calls on few keys
 # Other links may be slower: link_rate= gives their rate.

@@ -45,7 +45,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 _IGNORED = -100  # a label that counts for nothing, in Transformers' losses
-# Arguments of models under a plan: those that are sharded, and others that mean the same on each rank.
+# Arguments of models under a plan: arguments that are sharded, and arguments that mean the same on each rank.
 _OF_TOKENS = {"input_ids", "inputs_embeds", "token_type_ids"}
 _SHARED = {"labels", "num_items_in_batch", "output_hidden_states", "position_ids", "return_dict", "shift_labels", "use_cache"}
 

@@ -61,14 +61,14 @@ class DecodeShape:
     BY_TOKEN: bool  # whether each token has a scale; otherwise a page has one, or all tokens of a head
     HAS_LENS: bool
     BLOCK: int  # keys of a table's block or of a pick
-    # Of a call under a table or without one:
+    # For calls under a table or without one:
     SPARSE: bool = True
     CAUSAL: bool = False  # whether a later key of the sequence must be masked
     SEVERAL: bool = False  # whether a head has more than one query; otherwise no row needs its position
     AT_END: bool = True  # whether the table is square, and the queries are the last of the sequence; else its rows are the queries
     HAS_STARTS: bool = False
     HAS_SINKS: bool = False
-    # Of a call over picks:
+    # For calls over picks:
     SLOTS: int = 0  # picks of a query
     PADDED: int = 0  # SLOTS as a power of two
     EVERY: int = 0  # queries that share picks: no division if it is 1
