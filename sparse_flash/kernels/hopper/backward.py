@@ -104,7 +104,7 @@ def attention_backward_kernel(
     k_tiles = allocate_tiles(dtype, SHAPE.K_STAGES * PIECES, SHAPE.KEYS, SHAPE.WIDTH)
     k = new_ring(k_tiles, SHAPE.K_STAGES, PIECES, CONSUMERS=SHAPE.PARTS)
     v_tiles = allocate_tiles(dtype, SHAPE.PARTS, SHAPE.KEYS, SHAPE.DIM_V)
-    v = new_ring(v_tiles, 1) if SHAPE.PARTS == 1 else new_linked_ring(k, v_tiles, 1, SHAPE.PARTS)
+    v = new_linked_ring(k, v_tiles, 1, SHAPE.PARTS) if SHAPE.PAIRED else new_ring(v_tiles, 1)
     q_tiles = allocate_tiles(dtype, SHAPE.Q_STAGES * SHAPE.ACROSS, SHAPE.QUERIES, SHAPE.WIDTH)
     q = new_ring(q_tiles, SHAPE.Q_STAGES, SHAPE.ACROSS, CONSUMERS=SHAPE.READERS)
     dout = new_linked_ring(q, allocate_tiles(dtype, SHAPE.DOUT_STAGES, SHAPE.QUERIES, SHAPE.DIM_V), SHAPE.DOUT_STAGES)
@@ -157,7 +157,7 @@ def attention_backward_kernel(
         delta=delta,
         SHAPE=SHAPE,
     )
-    if SHAPE.PARTS == 2:
+    if SHAPE.PAIRED:
         paired_backward(p)
     elif SHAPE.DIM <= 128:
         backward_to_128(p)
@@ -304,7 +304,11 @@ def _workspace(q, k, v, tables, deterministic: bool, of_variant: HopperVariant) 
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v.shape[3])
     keys = _config(q, v, tables, of_variant).keys_per_part
     block_size = tables.block_size if tables else keys
-    padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
+    config = _config(q, v, tables, of_variant)
+    padded_q, padded_kv = (
+        triton.cdiv(length, size) * size
+        for length, size in ((q_len, max(block_size, config.queries)), (kv_len, block_size))
+    )
     if tables and tables.starts is not None:
         padded_q = padded_kv = (len(tables.starts) - 1) * block_size
     q_rows = batch * heads * padded_q
@@ -344,7 +348,7 @@ def _config(q, v, tables, of_variant: HopperVariant) -> BackwardConfig:
     dim, block_size = padded_head_dim(q.shape[3]), tables and tables.block_size
     if of_variant is PLAIN:
         return plain_backward_config(q.shape[3], v.shape[3], block_size)
-    return variant_backward_config(dim, block_size, of_variant.switches["SCORED"])
+    return variant_backward_config(dim, v.shape[3], block_size, of_variant.switches["SCORED"])
 
 
 @cache
@@ -354,11 +358,13 @@ def backward_shape(config: BackwardConfig, head_dim: int, v_head_dim: int, block
     # Sums of values that are narrower than keys are whole.
     columns = dim, used_columns(head_dim), dim_v, used_columns(v_head_dim) if dim_v == dim else dim_v
     of_tile = config.keys, config.parts, config.queries, config.q_stages, config.dout_stages, dim // config.pieces
-    return BackwardShape(*columns, *of_tile, block_size or config.keys, block_size is not None, *switches)
+    return BackwardShape(*columns, *of_tile, block_size or config.keys, block_size is not None, *switches, config.paired)
 
 
 def rows_sent(shape: BackwardShape) -> int:
     """Returns how many rows of dQ in register order are sent at once: a piece, or half a piece in ``wide_backward``."""
+    if shape.PAIRED:
+        return shape.PIECE_ROWS
     return shape.QUERIES * shape.COLUMNS // (512 if shape.DIM > 128 and shape.PARTS == 1 else 256)
 
 
@@ -510,7 +516,7 @@ class BackwardLaunches(NamedTuple):
     def finish_dq(self):
         config, factor = self.config, self.factors[0]
         across = config.options["num_warps"] * 16 // config.queries
-        of_tile = config.queries, self.dim, across, config.pieces
+        of_tile = (64, self.dim, 1, config.pieces) if config.paired else (config.queries, self.dim, across, config.pieces)
         return self._finish(self.tensors.dq, self.sums, 1, self.space.padded_q, factor, *of_tile)
 
     def finish_dkv(self) -> Iterator[tuple]:

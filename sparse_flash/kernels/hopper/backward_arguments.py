@@ -48,6 +48,17 @@ class BackwardShape:
     RAGGED: bool  # whether, without a table, the last tile has fewer keys
     SCORED: bool  # as REACH: see ``common.variant``
     REACH: int
+    PAIRED: bool
+
+    @property
+    def GROUP_PIECES(self) -> int:
+        """Pieces of dQ that a group of ``paired_backward`` computes in each step."""
+        return 1 if self.DIM > 128 else self.QUERIES * self.DIM // (64 * self.COLUMNS * self.PARTS)
+
+    @property
+    def PIECE_ROWS(self) -> int:
+        """Rows of 256 numbers of such a piece, which has 64 queries."""
+        return self.COLUMNS // 4
 
     @property
     def KEYS(self) -> int:

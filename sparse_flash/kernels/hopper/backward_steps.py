@@ -30,7 +30,7 @@ def first_query(p, tile, step, stop, exists):
         begin = 0
         if p.lengths.ANY:
             begin = tile.begin
-        step += p.scheduler.first_step(tile.first, begin, stop, stop) - begin
+        step += p.scheduler.first_step(tile.first // p.SHAPE.TILE * p.SHAPE.TILE, begin, stop, stop) - begin
         position = gl.where(step < stop, step, step - (stop - begin)) * p.SHAPE.QUERIES
     return position
 
@@ -41,9 +41,11 @@ def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key, ACR
     tiles with nonexistent tokens was used."""
     ring.acquire(turn)
     source = [batch, kv_head, first_key, 0]
-    if p.lengths.KV_CUT and tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.SHAPE.KEYS):
-        first, last = tile.cuts.own_first - first_key, tile.cuts.own_last - first_key
-        cuts = load_existing(ring, turn, tensor, source, p.arrived, cuts, first, last)
+    if p.lengths.KV_CUT and tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.SHAPE.TILE):
+        for piece in gl.static_range(ring.PIECES):
+            row = first_key + piece * p.SHAPE.KEYS
+            first, last = tile.cuts.own_first - row, tile.cuts.own_last - row
+            cuts = load_existing(ring, turn, tensor, [batch, kv_head, row, 0], p.arrived, cuts, first, last, piece)
         ring.commit(turn)
     else:
         ring.expect(turn, ring.PIECES * ring.data.shape[1] * ring.data.shape[2] * 2)

@@ -1,8 +1,11 @@
 """Tile sizes and stages of the Hopper kernels: static data, separate from the code that uses it. The figures behind each choice are
 in docs/performance/kernels.md, and for blocks chosen by query in docs/performance/selection.md."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from ..common.config import padded_head_dim
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class BackwardConfig:
     programs: int = 1  # that share a multiprocessor
     more: int = 1  # tiles of queries in shared memory beyond ``dout_stages``: 1 if scores are computed a step ahead, else 0
     parts: int = 1  # of a tile, with a warp group each
+    paired: bool = False
 
     @property
     def q_stages(self) -> int:
@@ -60,9 +64,31 @@ def _registers(programs: int) -> dict[str, int]:
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 # At 256, two warp groups have a role each (``wide_backward``).
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, more=0)}
+# To be timed against ``backward_to_128``: which calls run in ``paired_backward``.
+PAIRED = set(os.environ.get("PAIRED_BACKWARD", "64 variants blocks").split())
 # For calls without a variant: ``paired_backward`` takes less time than ``backward_to_128``, and with v of 65 to 128 also than
 # ``wide_backward``.
-PAIRED_BACKWARD = {128: BackwardConfig(64, 2, 128, 2, more=0, parts=2), 192: BackwardConfig(64, 2, 128, 4, more=0, parts=2)}
+PAIRED_BACKWARD = {
+    64: BackwardConfig(128, 2, 128, 1, more=0, parts=2, paired=True),
+    128: BackwardConfig(64, 2, 128, 2, more=0, parts=2, paired=True),
+    192: BackwardConfig(64, 2, 128, 4, more=0, parts=2, paired=True),
+}
+PAIRED_VARIANT = {64: BackwardConfig(64, 3, 128, 2, more=0, parts=2, paired=True), 128: PAIRED_BACKWARD[128]}
+PAIRED_BACKWARD_OF_64 = {
+    64: BackwardConfig(64, 3, 64, 1, 2, more=0, paired=True),
+    128: BackwardConfig(64, 1, 64, 2, 2, more=1, paired=True),
+}
+PAIRED_SCORED_OF_64 = {64: PAIRED_BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2, more=1, paired=True)}
+
+
+def is_paired(dim: int, block_size: int | None, plain: bool) -> bool:
+    """Whether ``paired_backward`` runs calls up to head_dim 128."""
+    needed = {"64"} if dim == 64 and plain and block_size != 64 else set()
+    needed |= set() if plain else {"variants"}
+    needed |= {"blocks"} if block_size == 64 else set()
+    return dim <= 128 and needed <= PAIRED
+
+
 # Three warp groups share the keys and values of each step. Their registers suffice at 64 only. A table of blocks of 128 needs rows
 # of 192 queries for it (``BlockMask.tall``).
 TALL_FORWARD = {64: ForwardConfig(3, 160, 192)}
@@ -145,9 +171,13 @@ def backward_config(dim: int, block_size: int | None) -> BackwardConfig:
     return (BACKWARD_OF_64 if block_size == 64 else BACKWARD)[dim]
 
 
-def variant_backward_config(dim: int, block_size: int | None, scored: bool) -> BackwardConfig:
+def variant_backward_config(dim: int, dim_v: int, block_size: int | None, scored: bool) -> BackwardConfig:
     """Returns the config for a call with a variant. dim, block_size: as for ``backward_config``. scored: whether scores are more
     than scaled products."""
+    if is_paired(dim, block_size, False) and padded_head_dim(dim_v) == dim:
+        if block_size != 64:
+            return PAIRED_VARIANT[dim]
+        return (PAIRED_SCORED_OF_64 if scored else PAIRED_BACKWARD_OF_64)[dim]
     if block_size != 64:
         return VARIANT_BACKWARD[dim]
     return (SCORED_BACKWARD_OF_64 if scored else BACKWARD_OF_64)[dim]

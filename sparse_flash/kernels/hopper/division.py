@@ -6,10 +6,12 @@ from ..common.config import padded_head_dim, used_columns
 from .configs import (
     FORWARD,
     PAIRED_BACKWARD,
+    PAIRED_BACKWARD_OF_64,
     BackwardConfig,
     ForwardConfig,
     backward_config,
     eight_bits_config,
+    is_paired,
     plain_forward_config,
     variant_forward_config,
     wide_forward_config,
@@ -87,6 +89,9 @@ def items_and_tiles(q_shape: tuple[int, ...], tables, queries: int) -> tuple[int
 
 def plain_backward_config(head_dim: int, v_head_dim: int, block_size: int | None) -> BackwardConfig:
     """Returns the config of the backward pass of a call without a variant. block_size: the table's, or None."""
+    dim = padded_head_dim(head_dim)
+    if dim <= 128 and is_paired(dim, block_size, True):
+        return (PAIRED_BACKWARD_OF_64 if block_size == 64 else PAIRED_BACKWARD)[dim]
     if block_size != 64 and padded_head_dim(v_head_dim) == 128:
         columns = 192 if used_columns(head_dim) == 192 else padded_head_dim(head_dim)
         if columns in PAIRED_BACKWARD:

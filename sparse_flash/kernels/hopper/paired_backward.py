@@ -19,12 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..common.gluon import async_add, async_store, barrier, opaque_zero, record, store_wait, view, view_for_tma
 from ..common.tiles import BITS, FULL, RUNS
 from .backward_steps import (
+    compute_dscores,
     existing_key_words,
+    first_query,
     first_row,
     load_lse,
     load_tiles,
     mask_words,
     round_to_int,
+    round_weights,
     scores_to_weights,
     to_register_order,
 )
@@ -38,6 +41,7 @@ from .products import (
     start_product,
     start_transposed_product,
     store_columns,
+    wait_for_both,
     wait_for_sums,
     wait_for_sums_and,
 )
@@ -45,7 +49,6 @@ from .ring import Ring, allocate_tiles, new_linked_ring, new_ring
 from .scheduler import schedule
 from .wide_backward import add_sums
 
-COLUMNS = gl.constexpr(64)  # of a piece of dQ
 PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
@@ -62,10 +65,10 @@ class PairedGroup:
 
 @gluon.jit
 def _new_group(p, GROUP: gl.constexpr):
-    dscores = allocate_tiles(p.inputs.q.dtype, 2, 64, 64)
-    dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.QUERIES * COLUMNS // 256, 256], p.grads.dq_rows.layout)
+    dscores = allocate_tiles(p.inputs.q.dtype, p.SHAPE.PARTS, p.SHAPE.QUERIES, 64)
+    dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.PIECE_ROWS, 256], p.grads.dq_rows.layout)
     done, ready = new_linked_ring(p.k, p.k.data, 1), new_linked_ring(p.k, p.k.data, 1)
-    return PairedGroup(new_ring(dscores, 2), new_ring(dq, 1), done, ready, GROUP)
+    return PairedGroup(new_ring(dscores, p.SHAPE.PARTS), new_ring(dq, 1), done, ready, GROUP)
 
 
 @gluon.jit
@@ -75,7 +78,7 @@ def _sent_before(p, step, GROUP: gl.constexpr):
     if p.SHAPE.DIM > 128:
         sent = step + (step + (1 - GROUP)) // 2
     else:
-        sent = step
+        sent = step * p.SHAPE.GROUP_PIECES
     return sent
 
 
@@ -83,10 +86,13 @@ def _sent_before(p, step, GROUP: gl.constexpr):
 def _start_dq(p, own, other, step, turn, piece):
     """Starts the two products of a piece of a step's dQ. The second waits until the other group has stored its gradients of
     scores."""
-    zeros = gl.zeros([p.SHAPE.QUERIES, COLUMNS], gl.float32, layout=PIECE_LAYOUT)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.COLUMNS, 16])
+    zeros = gl.zeros([64, p.SHAPE.COLUMNS], gl.float32, layout=layout)
     started = warpgroup_mma(*_dq_operands(p, own, step, turn, piece), zeros, use_acc=False, is_async=True)
-    other.dscores.wait(step)
-    return warpgroup_mma(*_dq_operands(p, other, step, turn, piece), started, is_async=True)
+    if p.SHAPE.PARTS == 2:
+        other.dscores.wait(step)
+        started = warpgroup_mma(*_dq_operands(p, other, step, turn, piece), started, is_async=True)
+    return started
 
 
 @gluon.jit
@@ -95,9 +101,11 @@ def _dq_operands(p, group, step, turn, piece):
     dscores = group.dscores.stage(step)
     if p.SHAPE.DIM > 128:
         operands = dscores.permute((1, 0)), p.k.stage(turn, piece + group.GROUP * p.SHAPE.ACROSS)
+    elif p.SHAPE.QUERIES == 128:
+        operands = dscores.slice(piece * 64, 64), p.k.stage(turn, opaque_zero(step) + group.GROUP)
     else:
         keys = p.k.stage(turn, opaque_zero(step) + group.GROUP)
-        operands = dscores, keys.slice(piece * COLUMNS, COLUMNS, dim=1)
+        operands = dscores, keys.slice(piece * p.SHAPE.COLUMNS, p.SHAPE.COLUMNS, dim=1)
     return operands
 
 
@@ -115,16 +123,19 @@ def _hand_over_dq(p, own, dq, units, sent):
 
 
 @gluon.jit
-def _load_units(p, step, numbers):
-    """Returns the units of a step's integer sums, by query. Without FIXED, they are not read, and ``numbers`` stand for them."""
+def _load_units(p, step, numbers, GROUP: gl.constexpr):
+    """Returns the units of a group's integer sums of a step, by query. Without FIXED, they are not read, and ``numbers`` stand for them."""
     units = numbers
     if p.SHAPE.FIXED:
-        units = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, PIECE_LAYOUT))
+        units = p.unit.index(p.q.place(step))
+        if p.SHAPE.QUERIES == 128:
+            units = units.slice(GROUP * 64, 64)
+        units = units.load(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.COLUMNS, 16])))
     return units
 
 
 @gluon.jit
-def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros, KIND: gl.constexpr):
+def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, stream, terms, zeros, KIND: gl.constexpr):
     """Adds steps begin .. end - 1, all of one kind, to the group's dK and dV, and to dQ, for head_dim up to 128. tile: the part of
     the tile from the group's keys on. state: (dV, dK)."""
     dv, dk = state
@@ -134,46 +145,85 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     existing = existing_key_words(p, tile, score_layout)
+    LATE: gl.constexpr = p.SHAPE.QUERIES == 128 or p.SHAPE.PARTS == 1
     for entry in range(begin, end):
         q = p.q.stage(step)
         dout = p.dout.stage(step)
         keys = p.k.stage(turn, opaque_zero(step) + own.GROUP)
         values = p.v.stage(turn, opaque_zero(step) + own.GROUP)
-        words = entry
+        words, position = entry, entry
         if KIND != FULL:
             words = mask_words(p, tile, entry, exists, KIND, score_layout)
+        if p.dropout.ENABLED or p.scoring.SCORED:
+            position = first_query(p, tile, entry, end, exists)
         # These waits and the load of lse come before the products. Between them, they would queue behind a product's reads of
         # shared memory.
         p.q.wait(step)
-        lse = load_lse(p, step, score_layout)
+        if not LATE:
+            lse = load_lse(p, step, score_layout)
         p.dout.wait(step)
         # (1) S = Q K^T
         started_scores = start_transposed_product(keys, q, zeros, p.SHAPE.USED)
         # (2) dP = dO V^T
         started = start_transposed_product(values, dout, zeros, p.SHAPE.USED_V)
         products = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
+        if LATE:
+            lse = load_lse(p, step, score_layout)
         # P = exp2(S - lse)
-        weights = scores_to_weights(p, tile, products, lse, words, existing, 0, 0, entry, KIND)
-        delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)
-        # (3) dV += P^T dO
-        started_dv = start_product(gl.convert_layout(weights.to(dtype), operand_layout), dout, dv)
-        dweights = warpgroup_mma_wait(PRODUCTS, deps=(started,))
+        weights = scores_to_weights(p, tile, products, lse, words, existing, stream, terms, position, KIND)
+        operand = gl.convert_layout(round_weights(p, weights), operand_layout)
+        if p.scoring.SCORED and not p.scoring.SIGNED:
+            # The derivative is applied here, so that its inputs need not stay in registers during the products.
+            weights = p.scoring.times_derivative(weights, products, terms, position, tile.first)
+        if LATE:
+            dweights = warpgroup_mma_wait(0, deps=(started,))
+            if p.SHAPE.GROUP_PIECES > 1:
+                delta = p.delta.index(p.dout.place(step)).load(column)
+            # (3) dV += P^T dO
+            started_dv = start_product(operand, dout, dv)
+            if p.SHAPE.GROUP_PIECES > 1:
+                p.dout.wait(step)
+            else:
+                delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)
+        else:
+            delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)
+            # (3) dV += P^T dO
+            started_dv = start_product(operand, dout, dv)
+            dweights = warpgroup_mma_wait(PRODUCTS, deps=(started,))
         # dS = P (dP - delta)
-        dscores = (weights * (dweights - delta[None, :])).to(dtype)
+        dscores = compute_dscores(p, weights, dweights, delta[None, :])
+        if p.scoring.SIGNED:
+            dscores = p.scoring.times_derivative(dscores, products, terms, position, tile.first)
+        dscores = dscores.to(dtype)
         # Keys lie along the rows of the buffer, as in dQ's product, so the tensor cores read its left operand without a transpose.
         own.dscores.stage(step).permute((1, 0)).store(dscores)
         operand = gl.convert_layout(dscores, operand_layout)
         fence_async_shared()
         own.dscores.commit(step)
-        # (5) dQ += dS K
-        started_dq = _start_dq(p, own, other, step, turn, own.GROUP)
-        units = _load_units(p, step, delta)
-        # (4) dK += dS^T Q
-        started_dk = start_product(operand, q, dk)
-        dv, dq = wait_for_sums_and(started_dv, started_dq, PRODUCTS)
-        _hand_over_dq(p, own, dq, units, step)
-        dk = wait_for_sums(started_dk, 0)
-        p.q.release(step)
+        sent = _sent_before(p, step, own.GROUP)
+        if p.SHAPE.GROUP_PIECES == 1:
+            # (5) dQ += dS K
+            started_dq = _start_dq(p, own, other, step, turn, own.GROUP)
+            units = _load_units(p, step, delta, own.GROUP)
+            # (4) dK += dS^T Q
+            started_dk = start_product(operand, q, dk)
+            dv, dq = wait_for_sums_and(started_dv, started_dq, PRODUCTS)
+            _hand_over_dq(p, own, dq, units, sent)
+            dk = wait_for_sums(started_dk, 0)
+            p.q.release(step)
+        else:
+            # (4) dK += dS^T Q
+            started_dk = start_product(operand, q, dk)
+            # (5) dQ += dS K
+            started_dq = _start_dq(p, own, other, step, turn, 0)
+            dv, dk = wait_for_both(started_dv, started_dk, 1)
+            units = _load_units(p, step, delta, own.GROUP)
+            p.q.release(step)
+            dq = warpgroup_mma_wait(0, deps=(started_dq,))
+            started_dq = _start_dq(p, own, other, step, turn, 1)
+            _hand_over_dq(p, own, dq, units, sent)
+            dq = warpgroup_mma_wait(0, deps=(started_dq,))
+            _hand_over_dq(p, own, dq, units, sent + 1)
         step += 1
     return (dv, dk), step
 
@@ -228,7 +278,7 @@ def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exis
         # (5) dQ += dS K
         sent = _sent_before(p, step, own.GROUP)
         started_dq = _start_dq(p, own, other, step, turn, opaque_zero(step) + own.GROUP)
-        units = _load_units(p, step, delta)
+        units = _load_units(p, step, delta, own.GROUP)
         p.q.release(step)
         dq = warpgroup_mma_wait(0, deps=(started_dq,))
         _hand_over_dq(p, own, dq, units, sent)
@@ -241,24 +291,26 @@ def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exis
 
 
 @gluon.jit
-def _add_kind(p, own, other, tile, state, step, turn, begin, end, exists, zeros, KIND: gl.constexpr):
+def _add_kind(p, own, other, tile, state, step, turn, begin, end, exists, stream, terms, zeros, KIND: gl.constexpr):
     if p.SHAPE.DIM > 128:
         state, step = _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exists, zeros, KIND)
     else:
-        state, step = _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, zeros, KIND)
+        state, step = _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, stream, terms, zeros, KIND)
     return state, step
 
 
 @gluon.jit
-def _add_head(p, own, other, tile, state, step, turn, zeros):
+def _add_head(p, own, other, tile, state, step, turn, batch_head, zeros):
     """Adds all steps of a tile with one query head."""
+    stream = p.dropout.stream(batch_head)
+    terms = p.scoring.load_head_terms(p.heads, batch_head)
     if p.table.SPARSE:
         # A column that keeps nothing takes one empty step.
         exists = tile.end > tile.begin
         stop = gl.where(exists, tile.bits, tile.runs + 1)
-        state, step = _add_kind(p, own, other, tile, state, step, turn, tile.runs, stop, exists, zeros, RUNS)
-        state, step = _add_kind(p, own, other, tile, state, step, turn, tile.bits, tile.end, True, zeros, BITS)
-    return _add_kind(p, own, other, tile, state, step, turn, tile.begin, tile.runs, True, zeros, FULL)
+        state, step = _add_kind(p, own, other, tile, state, step, turn, tile.runs, stop, exists, stream, terms, zeros, RUNS)
+        state, step = _add_kind(p, own, other, tile, state, step, turn, tile.bits, tile.end, True, stream, terms, zeros, BITS)
+    return _add_kind(p, own, other, tile, state, step, turn, tile.begin, tile.runs, True, stream, terms, zeros, FULL)
 
 
 @gluon.jit
@@ -286,14 +338,15 @@ def _compute(p, own, other):
         p.k.wait(turn)
         p.v.wait(turn)
         if p.SHAPE.TOGETHER:
-            for _ in range(p.heads.group):
-                state, step = _add_head(p, own, other, tile, state, step, turn, zeros)
+            for member in range(p.heads.group):
+                state, step = _add_head(p, own, other, tile, state, step, turn, tile.batch_head + member, zeros)
         else:
-            state, step = _add_head(p, own, other, tile, state, step, turn, zeros)
+            state, step = _add_head(p, own, other, tile, state, step, turn, tile.batch_head, zeros)
         dv, dk = state
-        # Waits until the other group's dQ has read these keys.
-        own.done.commit(turn)
-        other.done.wait(turn)
+        if p.SHAPE.PARTS == 2:
+            # Waits until the other group's dQ has read these keys.
+            own.done.commit(turn)
+            other.done.wait(turn)
         if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
             add_sums(p, tile, dk, 0, own.GROUP)
             add_sums(p, tile, dv, 1, own.GROUP)
@@ -310,6 +363,8 @@ def _store_results(p, tile, dk, dv, turn, GROUP: gl.constexpr):
     """Stores a group's dK and dV in the buffers of its keys and values, and in global memory if a document ends there."""
     ACROSS: gl.constexpr = p.SHAPE.ACROSS
     values = p.v.stage(turn, GROUP)
+    if p.dropout.ENABLED:
+        dv = scale_sums(dv, 1.0 / p.dropout.share())
     store_columns(values, dv)
     if ACROSS == 1:
         store_columns(p.k.stage(turn, GROUP), scale_sums(dk, p.scale))
@@ -368,15 +423,15 @@ def _send_results(p, own, tile, turn):
 @gluon.jit
 def _send_dq(p, own, tile, row, step):
     """Adds a group's pieces of dQ of all steps of a tile with one query head. row: from ``first_row``. Returns the next step."""
-    ROWS: gl.constexpr = p.SHAPE.QUERIES * COLUMNS // 256
     entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
     for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-        sum_row = (row + p.scheduler.position(tile, entry, tile.end)) // p.SHAPE.QUERIES * p.SHAPE.ALL_PIECES
+        sum_row = (row + p.scheduler.position(tile, entry, tile.end)) // 64 * p.SHAPE.ALL_PIECES
         sent = _sent_before(p, step, own.GROUP)
-        _send_piece(p.grads, own.dq, sent, (sum_row + own.GROUP) * ROWS)
+        for piece in gl.static_range(p.SHAPE.GROUP_PIECES):
+            _send_piece(p.grads, own.dq, sent + piece, (sum_row + own.GROUP + piece) * p.SHAPE.PIECE_ROWS)
         if p.SHAPE.DIM > 128:
             if step % 2 == own.GROUP:
-                _send_piece(p.grads, own.dq, sent + 1, (sum_row + 2) * ROWS)
+                _send_piece(p.grads, own.dq, sent + 1, (sum_row + 2) * p.SHAPE.PIECE_ROWS)
         entry = p.scheduler.next_step(tile, entry)
         step += 1
     return step
@@ -393,19 +448,28 @@ def _send_piece(grads, ring, sent, row):
 @gluon.jit
 def paired_backward(p):
     """Runs the roles."""
-    gl.static_assert(not (p.dropout.ENABLED or p.scoring.SCORED or p.lengths.ANY))
-    first, second = _new_group(p, 0), _new_group(p, 1)
+    first = _new_group(p, 0)
+    second = first
+    if p.SHAPE.PARTS == 2:
+        second = _new_group(p, 1)
     # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_compute, (p, first, second)),
-            (_compute, (p, second, first)),
-            (load_tiles, (p,)),
-            (_send, (p, first)),
-            (_send, (p, second)),
-            (schedule, (p.scheduler,)),
-        ],
-        [4, 1, 1, 1, 1],
-        [240, 24, 24, 24, 24],
-    )
+    if p.SHAPE.PARTS == 1:
+        gl.warp_specialize(
+            [(_compute, (p, first, first)), (load_tiles, (p,)), (_send, (p, first)), (schedule, (p.scheduler,))],
+            [1, 1, 1],
+            [24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (p, first, second)),
+                (_compute, (p, second, first)),
+                (load_tiles, (p,)),
+                (_send, (p, first)),
+                (_send, (p, second)),
+                (schedule, (p.scheduler,)),
+            ],
+            [4, 1, 1, 1, 1],
+            [240, 24, 24, 24, 24],
+        )
