@@ -145,7 +145,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     existing = existing_key_words(p, tile, score_layout)
-    LATE: gl.constexpr = p.SHAPE.QUERIES == 128 or p.SHAPE.PARTS == 1
+    LATE: gl.constexpr = p.SHAPE.QUERIES == 128 or p.SHAPE.PARTS == 1 or p.dropout.ENABLED or p.scoring.SCORED
     for entry in range(begin, end):
         q = p.q.stage(step)
         dout = p.dout.stage(step)
