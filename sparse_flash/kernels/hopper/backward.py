@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from ..common.compat import Constants
 from ..common.config import padded_head_dim, used_columns
@@ -23,146 +21,16 @@ from ..common.layout import as_addressable, is_addressable, layouts, restore_lay
 from ..common.tiles import LOG2_E
 from ..launch.launch import Recording, as_rows, descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import concurrent_heads
-from .backward_arguments import (
-    BackwardArguments,
-    BackwardInputs,
-    BackwardPointers,
-    BackwardShape,
-    Gradients,
-    new_backward_lengths,
-)
+from .backward_arguments import KEYS, BackwardPointers, BackwardShape
+from .backward_kernel import attention_backward_kernel
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
-from .backward_to_128 import backward_to_128
-from .configs import BackwardConfig, variant_backward_config
+from .configs import BackwardConfig, backward_config
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, gluon_descriptor, table_pointers, tile_queue
-from .division import blocks_by_document, heads_together, plain_backward_config
-from .dropout import new_dropout
-from .lengths import new_barrier
-from .paired_backward import paired_backward
-from .ring import allocate_tiles, new_linked_ring, new_ring
-from .scheduler import Heads, Queue, TableArguments, new_scheduler
-from .scores import new_scoring
+from .division import blocks_by_document, heads_together
 from .variant import PLAIN, HopperVariant, hopper_variant
-from .wide_backward import wide_backward
 
-# New lengths, heads or masks never recompile.
-NOT_SPECIALIZED = [
-    "mask_batch_stride",
-    "mask_head_stride",
-    "heads",
-    "group",
-    "q_len",
-    "padded_q_len",
-    "padded_kv_len",
-    "kv_rows",
-    "splits",
-    "items",
-    "work_tiles",
-    "heads_together",
-]
 ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
-
-
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
-def attention_backward_kernel(
-    q_tensor,
-    k_tensor,
-    v_tensor,
-    dout_tensor,
-    lse_rows,
-    delta_rows,
-    unit_rows,
-    dq_rows,
-    dk_tensor,
-    dv_tensor,
-    dkv_rows,
-    pointers,
-    table,
-    mask_batch_stride,
-    mask_head_stride,
-    heads,
-    group,
-    q_len,
-    padded_q_len,
-    padded_kv_len,
-    kv_rows,
-    splits,
-    items,
-    work_tiles,
-    heads_together,
-    scale,
-    score_scale,
-    variant,
-    SHAPE: gl.constexpr,
-    SCORE: gl.constexpr,
-    DERIVATIVE: gl.constexpr,
-):
-    """Makes the record that the warps share, and runs the roles of the head dimensions. Descriptors are arguments of their own, as
-    Triton 3.6 and 3.7 take none within a tuple; so are integers, as Triton specializes those within one."""
-    dtype: gl.constexpr = q_tensor.dtype
-    PIECES: gl.constexpr = SHAPE.PARTS * SHAPE.ACROSS
-    k_tiles = allocate_tiles(dtype, SHAPE.K_STAGES * PIECES, SHAPE.KEYS, SHAPE.WIDTH)
-    k = new_ring(k_tiles, SHAPE.K_STAGES, PIECES, CONSUMERS=SHAPE.PARTS)
-    v_tiles = allocate_tiles(dtype, SHAPE.PARTS, SHAPE.KEYS, SHAPE.DIM_V)
-    v = new_linked_ring(k, v_tiles, 1, SHAPE.PARTS) if SHAPE.PAIRED else new_ring(v_tiles, 1)
-    q_tiles = allocate_tiles(dtype, SHAPE.Q_STAGES * SHAPE.ACROSS, SHAPE.QUERIES, SHAPE.WIDTH)
-    q = new_ring(q_tiles, SHAPE.Q_STAGES, SHAPE.ACROSS, CONSUMERS=SHAPE.READERS)
-    dout = new_linked_ring(q, allocate_tiles(dtype, SHAPE.DOUT_STAGES, SHAPE.QUERIES, SHAPE.DIM_V), SHAPE.DOUT_STAGES)
-    lse = gl.allocate_shared_memory(gl.float32, [SHAPE.Q_STAGES, SHAPE.QUERIES], lse_rows.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [SHAPE.DOUT_STAGES, SHAPE.QUERIES], delta_rows.layout)
-    unit = lse
-    if SHAPE.FIXED:
-        unit = gl.allocate_shared_memory(gl.float32, [SHAPE.Q_STAGES, SHAPE.QUERIES], unit_rows.layout)
-    table = TableArguments(*table, mask_batch_stride, mask_head_stride, SHAPE.BLOCK, SHAPE.SPARSE, SHAPE.OWN_STARTS)
-    heads_of = Heads(heads, group)
-    lengths, kv_len = new_backward_lengths(variant, q_len, k_tensor, SHAPE.SCORED)
-    arrived = k.full
-    if lengths.ANY:
-        arrived = new_barrier()
-    queue = Queue(pointers.queue, items, work_tiles, heads_together)
-    scheduler = new_scheduler(
-        k, table, heads_of, queue, q_len, lengths, SHAPE.TILE, SHAPE.QUERIES, True, SHAPE.SPLIT, SHAPE.PARTS, SHAPE.TOGETHER
-    )
-    dropout = new_dropout(variant)
-    SIGNED: gl.constexpr = dropout.ENABLED and DERIVATIVE is not None
-    p = BackwardArguments(
-        inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),
-        grads=Gradients(
-            dq_rows=dq_rows,
-            dk=dk_tensor,
-            dv=dv_tensor,
-            dkv_rows=(dkv_rows,),
-            pointers=pointers,
-            padded_q_len=padded_q_len,
-            padded_kv_len=padded_kv_len,
-            kv_rows=kv_rows,
-            splits=splits,
-        ),
-        table=table,
-        heads=heads_of,
-        scale=scale,
-        scoring=new_scoring(
-            variant, score_scale, q_len, kv_len, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE, BY_KEY=True, SIGNED=SIGNED
-        ),
-        lengths=lengths,
-        arrived=arrived,
-        dropout=dropout,
-        scheduler=scheduler,
-        k=k,
-        v=v,
-        q=q,
-        dout=dout,
-        lse=lse,
-        unit=unit,
-        delta=delta,
-        SHAPE=SHAPE,
-    )
-    if SHAPE.PAIRED:
-        paired_backward(p)
-    elif SHAPE.DIM <= 128:
-        backward_to_128(p)
-    else:
-        wide_backward(p)
+TILE = KEYS.value  # keys of a tile of sums of dK and dV; tiles of dQ have as many queries
 
 
 def attention_backward(call, dout, dlse, out, lse):
@@ -229,7 +97,7 @@ def can_share_sums(q, v, masks) -> bool:
     layouts = set()
     for mask in masks:
         space, config = _workspace(q, v, v, mask, False, PLAIN), _config(q, v, mask, PLAIN)
-        layouts.add((space.padded_q, config.queries, config.pieces, config.parts, *config.options.items()))
+        layouts.add((space.padded_q, config))
     return len(layouts) == 1 and not any(mask is not None and mask.starts is not None for mask in masks)
 
 
@@ -302,13 +170,8 @@ def _workspace(q, k, v, tables, deterministic: bool, of_variant: HopperVariant) 
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v.shape[3])
-    keys = _config(q, v, tables, of_variant).keys_per_part
-    block_size = tables.block_size if tables else keys
-    config = _config(q, v, tables, of_variant)
-    padded_q, padded_kv = (
-        triton.cdiv(length, size) * size
-        for length, size in ((q_len, max(block_size, config.queries)), (kv_len, block_size))
-    )
+    queries, block_size = _config(q, v, tables, of_variant).queries, tables.block_size if tables else TILE
+    padded_q, padded_kv = (triton.cdiv(n, size) * size for n, size in ((q_len, max(block_size, queries)), (kv_len, block_size)))
     if tables and tables.starts is not None:
         padded_q = padded_kv = (len(tables.starts) - 1) * block_size
     q_rows = batch * heads * padded_q
@@ -317,8 +180,8 @@ def _workspace(q, k, v, tables, deterministic: bool, of_variant: HopperVariant) 
     # ``finish_kernel`` adds. Splits of columns are then added like other tiles.
     added = heads > kv_heads and not together
     split = tables is not None and tables.by_key.is_split and not deterministic
-    splits = tables.by_key.splits.shape[1] * (block_size // keys) if split else 0
-    kv_rows = batch * (heads if deterministic else kv_heads) * (padded_kv if added else splits * keys)
+    splits = tables.by_key.splits.shape[1] * (block_size // TILE) if split else 0
+    kv_rows = batch * (heads if deterministic else kv_heads) * (padded_kv if added else splits * TILE)
     return _Workspace(
         padded_q, padded_kv, q_rows * dim, (3 if deterministic else 2) * q_rows, kv_rows * (dim + dim_v), added, splits, together
     )
@@ -339,16 +202,14 @@ def _finish_dkv(recording, launches: "BackwardLaunches") -> None:
     for finish in launches.finish_dkv():
         recording.launch(finish_kernel, finish)
     if launches.space.splits and not launches.space.added:
-        tensors, keys = launches.tensors, launches.config.keys_per_part
-        combine = combine_columns_launch(tensors.dk, tensors.dv, tensors.kv_sums, launches.tables, keys, launches.factors)
+        tensors = launches.tensors
+        combine = combine_columns_launch(tensors.dk, tensors.dv, tensors.kv_sums, launches.tables, launches.factors)
         recording.launch(combine_columns_kernel, combine)
 
 
 def _config(q, v, tables, of_variant: HopperVariant) -> BackwardConfig:
-    dim, block_size = padded_head_dim(q.shape[3]), tables and tables.block_size
-    if of_variant is PLAIN:
-        return plain_backward_config(q.shape[3], v.shape[3], block_size)
-    return variant_backward_config(dim, v.shape[3], block_size, of_variant.switches["SCORED"])
+    scored = of_variant.switches["SCORED"]
+    return backward_config(q.shape[3], v.shape[3], tables and tables.block_size, of_variant is PLAIN, scored)
 
 
 @cache
@@ -357,15 +218,8 @@ def backward_shape(config: BackwardConfig, head_dim: int, v_head_dim: int, block
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     # Sums of values that are narrower than keys are whole.
     columns = dim, used_columns(head_dim), dim_v, used_columns(v_head_dim) if dim_v == dim else dim_v
-    of_tile = config.keys, config.parts, config.queries, config.q_stages, config.dout_stages, dim // config.pieces
-    return BackwardShape(*columns, *of_tile, block_size or config.keys, block_size is not None, *switches, config.paired)
-
-
-def rows_sent(shape: BackwardShape) -> int:
-    """Returns how many rows of dQ in register order are sent at once: a piece, or half a piece in ``wide_backward``."""
-    if shape.PAIRED:
-        return shape.PIECE_ROWS
-    return shape.QUERIES * shape.COLUMNS // (512 if shape.DIM > 128 and shape.PARTS == 1 else 256)
+    of_tile = config.wide, config.keys, config.queries, config.q_stages, config.dout_stages
+    return BackwardShape(*columns, *of_tile, block_size or config.keys, block_size is not None, *switches)
 
 
 class BackwardLaunches(NamedTuple):
@@ -466,23 +320,18 @@ class BackwardLaunches(NamedTuple):
         batch_heads = batch * (kv_heads if space.together else heads)
         tiles = items * (block_size // config.keys) * batch_heads
         shape = self.shape
-        keys, width, rows = shape.KEYS, shape.WIDTH, self.rows
-        dkv_rows = None
-        if dim <= 128:
-            kv_rows = tensors.kv_sums[: space.kv_sums or space.dq_sums].view(-1, 256)
-            dkv_rows = gluon_descriptor(kv_rows, [keys * dim // 512, 256], FLOAT_LAYOUT)
+        width, rows = shape.WIDTH, self.rows
         grads = (None, None) if self.starts is None else (tensors.dk, tensors.dv)
         pointers, strides = table_pointers(tables, tables and tables.by_key, work, tensors.lse)
         arguments = [
             gluon_descriptor(q, [1, 1, config.queries, width]),
-            gluon_descriptor(k, [1, 1, keys, width]),
-            gluon_descriptor(v, [1, 1, keys, dim_v]),
+            gluon_descriptor(k, [1, 1, TILE, width]),
+            gluon_descriptor(v, [1, 1, TILE, dim_v]),
             gluon_descriptor(tensors.dout, [1, 1, config.queries, dim_v]),
             *(gluon_descriptor(rows[row], [config.queries], ROW_LAYOUT) for row in (0, 1, 2 if self.deterministic else 0)),
-            gluon_descriptor(self.sums, [rows_sent(shape), 256], FLOAT_LAYOUT),
-            gluon_descriptor(tensors.dk, [1, 1, keys, width]),
-            gluon_descriptor(tensors.dv, [1, 1, keys, dim_v]),
-            dkv_rows,
+            gluon_descriptor(self.sums, [shape.SENT_ROWS, 256], FLOAT_LAYOUT),
+            gluon_descriptor(tensors.dk, [1, 1, TILE, width]),
+            gluon_descriptor(tensors.dv, [1, 1, TILE, dim_v]),
             BackwardPointers(tensors.kv_sums, *grads, tensors.queue),
             pointers,
             *strides,
@@ -511,41 +360,39 @@ class BackwardLaunches(NamedTuple):
         ragged = tables is None and tensors.k.shape[2] % config.keys > 0
         sums = self.starts is not None, space.together, space.added, space.splits > 0, self.deterministic
         of_heads = tensors.q.shape[3], tensors.v.shape[3]
-        return backward_shape(config, *of_heads, tables and tables.block_size, *sums, ragged, switches["SCORED"], switches["REACH"])
+        of_variant = switches["SCORED"], switches["REACH"], self.variant.dropout_p is not None
+        return backward_shape(config, *of_heads, tables and tables.block_size, *sums, ragged, *of_variant)
 
     def finish_dq(self):
-        config, factor = self.config, self.factors[0]
-        across = config.options["num_warps"] * 16 // config.queries
-        of_tile = (64, self.dim, 1, config.pieces) if config.paired else (config.queries, self.dim, across, config.pieces)
-        return self._finish(self.tensors.dq, self.sums, 1, self.space.padded_q, factor, *of_tile)
+        return self._finish(self.tensors.dq, self.sums, 1, self.space.padded_q, self.factors[0], self.dim, self.shape.ALL_PIECES)
 
     def finish_dkv(self) -> Iterator[tuple]:
-        tensors, space, config = self.tensors, self.space, self.config
+        tensors, space = self.tensors, self.space
         of_keys, of_values = self.factors
         if space.added:
             widths = self.dim, self.dim_v
             dk_sums, dv_sums = tensors.kv_sums.split([space.kv_sums // sum(widths) * width for width in widths])
             members = tensors.q.shape[1] // tensors.k.shape[1] if self.deterministic else 1
-            yield self._finish(tensors.dk, dk_sums, members, space.padded_kv, of_keys, config.keys_per_part, self.dim)
-            yield self._finish(tensors.dv, dv_sums, members, space.padded_kv, of_values, config.keys_per_part, self.dim_v)
+            yield self._finish(tensors.dk, dk_sums, members, space.padded_kv, of_keys, self.dim)
+            yield self._finish(tensors.dv, dv_sums, members, space.padded_kv, of_values, self.dim_v)
 
-    def _finish(self, grad, sums, members: int, length: int, factor: float, tile: int, dim: int, across: int = 1, pieces: int = 1):
+    def _finish(self, grad, sums, members: int, length: int, factor: float, dim: int, pieces: int = 1):
         batch, heads = grad.shape[:2]
-        target = descriptor_or_rows(grad, tile, dim) if self.starts is None else as_rows(grad, dim)
+        target = descriptor_or_rows(grad, TILE, dim) if self.starts is None else as_rows(grad, dim)
         arguments = [target, sums, self.rows[2 if self.deterministic else 0], self.starts, heads, members, length, factor]
-        constants = {"DIM": dim, "TILE": tile, "ACROSS": across, "PIECES": pieces, "FIXED": sums.dtype == torch.int32}
+        constants = {"DIM": dim, "TILE": TILE, "PIECES": pieces, "FIXED": sums.dtype == torch.int32}
         constants["TABLE_BLOCK"] = self.start_block_size
-        return (length // tile * batch * heads, 1), arguments, constants, self.row_options
+        return (length // TILE * batch * heads, 1), arguments, constants, self.row_options
 
 
-def combine_columns_launch(dk, dv, kv_sums, tables, keys: int, factors: tuple[float, float]):
-    """Returns (grid, arguments, constants, options). keys: in a tile of the sums. factors: of dK and of dV."""
+def combine_columns_launch(dk, dv, kv_sums, tables, factors: tuple[float, float]):
+    """Returns (grid, arguments, constants, options). factors: of dK and of dV."""
     batch, heads = dk.shape[:2]
     dims, splits = [padded_head_dim(grad.shape[3]) for grad in (dk, dv)], tables.by_key.splits
     index, *_, mask_batch_stride, mask_head_stride = table_arguments(tables, tables.by_key, kv_sums)
-    arguments = [descriptor_or_rows(grad, keys, dim) for grad, dim in zip((dk, dv), dims, strict=True)]
+    arguments = [descriptor_or_rows(grad, TILE, dim) for grad, dim in zip((dk, dv), dims, strict=True)]
     arguments += [kv_sums, splits, index, mask_batch_stride, mask_head_stride, heads, splits.shape[1], *factors]
     # A split column has at least two splits, so at most half of the entries are in use.
-    grid = (2 * (splits.shape[1] // 2) * (tables.block_size // keys) * batch * heads, 1)
-    constants = {"DIM": dims[0], "DIM_V": dims[1], "TILE": keys, "TABLE_BLOCK": tables.block_size}
+    grid = (2 * (splits.shape[1] // 2) * (tables.block_size // TILE) * batch * heads, 1)
+    constants = {"DIM": dims[0], "DIM_V": dims[1], "TILE": TILE, "TABLE_BLOCK": tables.block_size}
     return grid, arguments, constants, {"num_warps": 8}

@@ -12,16 +12,17 @@ For each step of a tile of keys, the kernel computes five products, which commen
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..common.gluon import record
 from .dropout import Dropout
-from .lengths import TokenLengths, new_lengths
+from .lengths import TokenLengths
 from .ring import Ring
 from .scheduler import Heads, Scheduler, TableArguments
 from .scores import ScoringInputs
+
+KEYS = gl.constexpr(64)  # of a warp group
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,11 @@ class BackwardShape:
     USED: int  # of DIM columns; the others are zeros
     DIM_V: int  # the same for v
     USED_V: int
+    WIDE: bool  # whether ``wide_backward`` computes, otherwise ``paired_backward``
     TILE: int  # keys
-    PARTS: int  # of a tile: 2 if each of two warp groups has keys of its own
     QUERIES: int  # of a step
     Q_STAGES: int
     DOUT_STAGES: int
-    COLUMNS: int  # of a piece of dQ, as many as shared memory holds
     BLOCK: int  # of the table
     SPARSE: bool  # whether there is a table
     OWN_STARTS: bool  # whether blocks start at any token: see ``document_tables``
@@ -48,31 +48,17 @@ class BackwardShape:
     RAGGED: bool  # whether, without a table, the last tile has fewer keys
     SCORED: bool  # as REACH: see ``common.variant``
     REACH: int
-    PAIRED: bool
+    DROPPED: bool  # whether there is dropout
 
     @property
-    def GROUP_PIECES(self) -> int:
-        """Pieces of dQ that a group of ``paired_backward`` computes in each step."""
-        return 1 if self.DIM > 128 else self.QUERIES * self.DIM // (64 * self.COLUMNS * self.PARTS)
-
-    @property
-    def PIECE_ROWS(self) -> int:
-        """Rows of 256 numbers of such a piece, which has 64 queries."""
-        return self.COLUMNS // 4
-
-    @property
-    def KEYS(self) -> int:
-        """Keys of a part of a tile."""
-        return self.TILE // self.PARTS
-
-    @property
-    def K_STAGES(self) -> int:
-        return self.KEYS // 64
+    def PARTS(self) -> int:
+        """Parts of a tile: 64 keys each. In ``paired_backward``, each has a warp group."""
+        return self.TILE // 64
 
     @property
     def ACROSS(self) -> int:
-        """Tiles of q and k in shared memory, side by side."""
-        return self.USED // 64 if self.DIM > 128 and self.PARTS == 2 else 1
+        """Tiles of q and k in shared memory, side by side: three take less than 192 columns padded to 256."""
+        return 3 if self.DIM > 128 and not self.WIDE else 1
 
     @property
     def WIDTH(self) -> int:
@@ -81,18 +67,40 @@ class BackwardShape:
 
     @property
     def READERS(self) -> int:
-        """How many roles release the queries of a step."""
-        return 2 if self.DIM > 128 or self.PARTS == 2 else 1
+        """How many warp groups release the queries of a step."""
+        return 2 if self.WIDE else self.PARTS
+
+    @property
+    def COLUMNS(self) -> int:
+        """Columns of a piece of dQ, which has 64 queries. Of 64 queries and 64 columns, two warp groups compute half each."""
+        return 32 if self.DIM == 64 and self.QUERIES * self.TILE == 64 * 128 else 64
 
     @property
     def PIECES(self) -> int:
-        """Pieces of dQ that have columns in use."""
+        """Pieces of 64 queries that have columns in use."""
         return -(-self.USED // self.COLUMNS)
 
     @property
     def ALL_PIECES(self) -> int:
-        """Pieces of dQ."""
+        """Pieces of 64 queries."""
         return self.DIM // self.COLUMNS
+
+    @property
+    def GROUP_PIECES(self) -> int:
+        """Pieces that a warp group of ``paired_backward`` computes in each step: with ACROSS, it computes one more in every second
+        step."""
+        return 1 if self.PARTS == 2 else self.ALL_PIECES
+
+    @property
+    def SENT_ROWS(self) -> int:
+        """Rows of 256 numbers of dQ that are sent at once: a piece, or half a piece if it passes through two buffers."""
+        return 8 if self.WIDE else self.COLUMNS // 4
+
+    @property
+    def LATE(self) -> bool:
+        """Whether a step of ``paired_backward`` loads rows of lse and delta only where they are used. Loaded before the products,
+        they wait for no product's reads of shared memory, but there must be registers for them."""
+        return self.QUERIES == 128 or self.PARTS == 1 or self.SCORED or self.DROPPED
 
     @property
     def SPLIT_SUMS(self) -> bool:
@@ -133,7 +141,6 @@ class Gradients:
     dq_rows: tma.tensor_descriptor
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
-    dkv_rows: gl.tuple  # a descriptor of ``kv_sums``, up to head_dim 128
     pointers: gl.tuple  # ``BackwardPointers``
     padded_q_len: gl.tensor
     padded_kv_len: gl.tensor
@@ -143,7 +150,7 @@ class Gradients:
 
 @record
 class BackwardArguments:
-    """Holds what the warps share, except the buffers of one kernel."""
+    """Holds what the warps share, except the buffers of one family."""
 
     inputs: BackwardInputs
     grads: Gradients
@@ -155,7 +162,7 @@ class BackwardArguments:
     arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
     scheduler: Scheduler
-    k: Ring  # one stage per tile; with PARTS, pieces of the first warp group's keys, then of the second's
+    k: Ring  # one stage; pieces of the first warp group's keys, then of the second's
     v: Ring
     q: Ring  # one stage per step
     dout: Ring  # released with q
@@ -165,12 +172,23 @@ class BackwardArguments:
     SHAPE: gl.constexpr  # ``BackwardShape``
 
 
-@gluon.jit
-def new_backward_lengths(variant, q_len, k_tensor, SCORED: gl.constexpr):
-    """Returns (TokenLengths, kv_len). If no warp uses kv_len, it is q_len: another number would cost a shared value."""
-    lengths = new_lengths(variant, q_len, q_len)
-    kv_len = q_len
-    if SCORED or lengths.ANY:
-        kv_len = k_tensor.shape[2]
-        lengths = new_lengths(variant, q_len, kv_len)
-    return lengths, kv_len
+@record
+class PairedGroup:
+    """Holds the buffers of a warp group of ``paired_backward`` and its sending warp."""
+
+    dscores: Ring  # (queries, keys) up to head_dim 128, else (keys, queries)
+    dq: Ring  # one stage, through which the group sends its pieces of dQ
+    done: Ring  # without data; full: the group has read all keys of a tile
+    ready: Ring  # without data; full: the group's dK and dV are in the buffers of k and v
+    GROUP: gl.constexpr  # 0 or 1
+
+
+@record
+class WideBuffers:
+    """Holds the buffers of ``wide_backward``."""
+
+    weights: Ring  # a fill for each step, and one without data at the end of each tile, after the first group's last read of k
+    dscores: Ring
+    dq: Ring  # halves of pieces of dQ, for the sending warp
+    dk: Ring  # without data; full: dK is in the buffer of k, or has been added
+    dv: Ring  # without data; full: dV is in the buffer of v, or has been added

@@ -1,4 +1,4 @@
-"""Parts of the backward kernels for Hopper: the loading warp, and a step's weights from its scores.
+"""Parts of a step of the backward kernels for Hopper: its weights, their gradients, and sums in global memory.
 
 ``p`` is ``BackwardArguments``, the record that the warps of a kernel share.
 """
@@ -7,10 +7,9 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.gluon import async_load
 from ..common.tiles import FULL, RUNS
+from .backward_arguments import KEYS
 from .dropout import round_kept, score_gradients
-from .lengths import PAST_THE_END, load_existing
 from .masks import ZERO, load_column_words, row_words, where_column_bits, where_rows, where_run
 
 
@@ -33,143 +32,6 @@ def first_query(p, tile, step, stop, exists):
         step += p.scheduler.first_step(tile.first // p.SHAPE.TILE * p.SHAPE.TILE, begin, stop, stop) - begin
         position = gl.where(step < stop, step, step - (stop - begin)) * p.SHAPE.QUERIES
     return position
-
-
-@gluon.jit
-def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key, ACROSS: gl.constexpr = 1):
-    """Loads keys or values of a tile. Like all functions below that take ``cuts``, it returns ``cuts``: how often the barrier for
-    tiles with nonexistent tokens was used."""
-    ring.acquire(turn)
-    source = [batch, kv_head, first_key, 0]
-    if p.lengths.KV_CUT and tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.SHAPE.TILE):
-        for piece in gl.static_range(ring.PIECES):
-            row = first_key + piece * p.SHAPE.KEYS
-            first, last = tile.cuts.own_first - row, tile.cuts.own_last - row
-            cuts = load_existing(ring, turn, tensor, [batch, kv_head, row, 0], p.arrived, cuts, first, last, piece)
-        ring.commit(turn)
-    else:
-        ring.expect(turn, ring.PIECES * ring.data.shape[1] * ring.data.shape[2] * 2)
-        _load_pieces(ring, turn, tensor, source, ACROSS)
-    return cuts
-
-
-@gluon.jit
-def _load_pieces(ring, n, tensor, source, ACROSS: gl.constexpr):
-    """Starts the copies of a stage's pieces, row by row of pieces. ACROSS: pieces that are side by side."""
-    for piece in gl.static_range(ring.PIECES):
-        row = source[2] + piece // ACROSS * ring.data.shape[1]
-        ring.load(n, tensor, [source[0], source[1], row, piece % ACROSS * ring.data.shape[2]], piece)
-
-
-@gluon.jit
-def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: gl.constexpr):
-    """Expects a step's queries, or their gradients, and BESIDE bytes more. With lengths, it also loads the queries or gradients."""
-    if p.lengths.Q_CUT:
-        if tile.cuts.is_cut(position, p.lengths.q_len, p.SHAPE.QUERIES):
-            first, last = tile.cuts.other_first - position, tile.cuts.other_last - position
-            cuts = load_existing(ring, step, tensor, source, p.arrived, cuts, first, last)
-            ring.expect(step, BESIDE)
-        else:
-            ring.expect(step, ring.PIECES * ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
-            ring.load(step, tensor, source)
-    else:
-        ring.expect(step, ring.PIECES * ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
-    return cuts
-
-
-@gluon.jit
-def _load_queries(p, tile, cuts, step, batch, head, row, position, first_query):
-    ROWS: gl.constexpr = 2 if p.SHAPE.FIXED else 1
-    source = [batch, head, first_query, 0]
-    p.q.acquire(step)
-    cuts = _expect_steps(p, tile, cuts, p.q, step, p.inputs.q, source, position, p.SHAPE.QUERIES * 4 * ROWS)
-    stage = p.q.place(step)
-    if p.SHAPE.FIXED:
-        async_load(p.inputs.unit_rows, [row + position], p.q.full_barrier(step), p.unit.index(stage))
-    async_load(p.inputs.lse_rows, [row + position], p.q.full_barrier(step), p.lse.index(stage))
-    if not p.lengths.Q_CUT:
-        _load_pieces(p.q, step, p.inputs.q, source, p.SHAPE.ACROSS)
-    return cuts
-
-
-@gluon.jit
-def _load_dout(p, tile, cuts, step, batch, head, row, position, first_query):
-    source = [batch, head, first_query, 0]
-    p.dout.acquire(step)
-    cuts = _expect_steps(p, tile, cuts, p.dout, step, p.inputs.dout, source, position, p.SHAPE.QUERIES * 4)
-    async_load(p.inputs.delta_rows, [row + position], p.dout.full_barrier(step), p.delta.index(p.dout.place(step)))
-    if not p.lengths.Q_CUT:
-        p.dout.load(step, p.inputs.dout, source)
-    return cuts
-
-
-@gluon.jit
-def first_row(p, tile):
-    """Returns the first row of a tile's batch-head. A query's position is added to it."""
-    row = tile.batch_head * p.grads.padded_q_len
-    if p.SHAPE.OWN_STARTS:
-        # A column that keeps nothing takes an empty step at position 0, as TMA needs a multiple of 16 bytes.
-        row += gl.where(tile.end > tile.begin, tile.to_padded, 0)
-    return row
-
-
-@gluon.jit
-def _first_key(p, tile):
-    """Returns the first key of a tile. A column that keeps nothing takes one empty step: of zeros, from past the end, as weights of
-    0 times NaN are NaN."""
-    return gl.where(tile.end > tile.begin, tile.first, PAST_THE_END)
-
-
-@gluon.jit
-def _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row):
-    """Loads the queries and their gradients for all steps of a tile with one query head, and with the tile's first step its values.
-    row: from ``first_row``. Returns ``cuts`` and the next step."""
-    position = tile.position
-    entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
-    for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-        first_query = gl.where(tile.end > tile.begin, position, PAST_THE_END)
-        # The table is read one step ahead, so no load waits for it.
-        entry = p.scheduler.next_step(tile, entry)
-        upcoming = p.scheduler.position(tile, entry, tile.end)
-        cuts = _load_queries(p, tile, cuts, step, batch, head, row, position, first_query)
-        if step == first:
-            if p.k.STAGES == 1:
-                cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, _first_key(p, tile), p.SHAPE.ACROSS)
-            cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, _first_key(p, tile))
-        cuts = _load_dout(p, tile, cuts, step, batch, head, row, position, first_query)
-        position = upcoming
-        step += 1
-    return cuts, step
-
-
-@gluon.jit
-def load_tiles(p):
-    """Runs the loading warp: loads each tile's keys and values, and each step's queries and their gradients, in order of use."""
-    step = 0
-    turn = 0
-    cuts = 0
-    # If shared memory holds the keys of one tile only, the tile's first queries are requested first, as they need not wait.
-    AHEAD: gl.constexpr = p.k.STAGES > 1
-    tile = p.scheduler.tile(turn)
-    while tile.first >= 0:
-        batch, head = p.heads.of(tile.batch_head)
-        kv_head = head // p.heads.group
-        if AHEAD:
-            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, _first_key(p, tile), p.SHAPE.ACROSS)
-        row, first = first_row(p, tile), step
-        if p.SHAPE.TOGETHER:
-            for _ in range(p.heads.group):
-                cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row)
-                head += 1
-                row += p.grads.padded_q_len
-        else:
-            cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row)
-        turn += 1
-        tile = p.scheduler.tile(turn)
-    if AHEAD:
-        # After its last tile a program computes the first scores of one more, and discards them.
-        cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0, p.SHAPE.ACROSS)
-        _load_queries(p, tile, cuts, step, 0, 0, 0, 0, 0)
 
 
 @gluon.jit
@@ -197,7 +59,7 @@ def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
         first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + _position_in_block(p, tile) // 32
-        words = load_column_words(first, p.SHAPE.KEYS, p.SHAPE.QUERIES, WORDS, layout)
+        words = load_column_words(first, KEYS, p.SHAPE.QUERIES, WORDS, layout)
     return words
 
 
@@ -205,7 +67,7 @@ def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
 def _masked(p, tile, weights, words, KIND: gl.constexpr):
     """Sets weights of a step, (keys, queries), to 0 if its mask tile does not keep them."""
     if KIND == RUNS:
-        rows = gl.arange(0, p.SHAPE.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _position_in_block(p, tile)
+        rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _position_in_block(p, tile)
         masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
     else:
         masked = where_column_bits(weights, words, ZERO)
@@ -229,9 +91,9 @@ def existing_key_words(p, tile, layout: gl.constexpr):
     have arbitrary scores."""
     existing = tile.first
     if p.lengths.KV_CUT:
-        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.SHAPE.KEYS, layout)
+        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, KEYS, layout)
     elif p.SHAPE.RAGGED and p.scoring.SCORED:
-        existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.SHAPE.KEYS, layout)
+        existing = row_words(0, p.inputs.k.shape[2] - tile.first, KEYS, layout)
     return existing
 
 
@@ -278,11 +140,11 @@ def compute_dscores(p, weights, dweights, delta):
 
 
 @gluon.jit
-def row_of_sums(p, tile, PART: gl.constexpr = 0):
+def _row_of_sums(p, tile, PART: gl.constexpr = 0):
     """Returns the row of the first key of a tile, or of its part PART, in sums of dK and dV. With FIXED, each query head has sums
     of its own, which ``finish_kernel`` adds."""
     if p.SHAPE.SPLIT_SUMS:
-        row = (tile.batch_head * p.grads.splits + (tile.split - 1) * p.SHAPE.PARTS + PART) * p.SHAPE.KEYS
+        row = (tile.batch_head * p.grads.splits + (tile.split - 1) * p.SHAPE.PARTS + PART) * KEYS
     else:
         batch, head = p.heads.of(tile.batch_head)
         sums = tile.batch_head if p.SHAPE.FIXED else batch * (p.heads.queries // p.heads.group) + head // p.heads.group
@@ -293,18 +155,70 @@ def row_of_sums(p, tile, PART: gl.constexpr = 0):
 
 
 @gluon.jit
-def round_to_int(numbers):
+def _round_to_int(numbers):
     return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [numbers], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def to_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
-    """Returns a gradient tile as rows of 256 elements, in the order in which threads hold them. Each thread then writes whole units
-    of 16 bytes, next to its neighbours': four registers that follow each other, two columns of a row and of the row 8 below.
-    ``finish_kernel`` restores the order. ALTERNATING: units of warps that divide columns alternate."""
-    ROWS: gl.constexpr = grad.shape[0]
+def to_register_order(grad):
+    """Returns a gradient tile of 64 rows as rows of 256 elements, in the order in which the threads of four warps hold them. Each
+    thread then writes whole units of 16 bytes, next to its neighbours': four registers that follow each other, two columns of a row
+    and of the row 8 below. ``finish_kernel`` restores the order."""
     DIM: gl.constexpr = grad.shape[1]
-    ACROSS: gl.constexpr = gl.num_warps() // WARPS_DOWN
-    pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2])
-    pieces = pieces.permute((5, 4, 3, 0, 2, 6, 1, 7) if ALTERNATING else (5, 3, 4, 0, 2, 6, 1, 7))
-    return pieces.reshape([ROWS * DIM // 256, 256])
+    pieces = grad.reshape([4, 2, 8, DIM // 16, 2, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
+    return pieces.reshape([DIM // 4, 256])
+
+
+@gluon.jit
+def dq_rows(p, dq, unit):
+    """Returns a piece of dQ in register order, as integers if FIXED. unit: of its queries; only read with FIXED."""
+    numbers = dq
+    if p.SHAPE.FIXED:
+        numbers = _round_to_int(dq * unit[:, None])
+    return to_register_order(numbers)
+
+
+@gluon.jit
+def add_sums(p, tile, grad, WHICH: gl.constexpr, PART: gl.constexpr = 0):
+    """Adds dK or dV of a tile, or of its part PART, to sums in global memory, or stores it there. tile: from the part's first key
+    on. grad: a tuple of tensors, all as wide as the first, except possibly the last."""
+    WIDTH: gl.constexpr = p.SHAPE.DIM_V if WHICH == 1 else p.SHAPE.DIM
+    row = _row_of_sums(p, tile, PART)
+    exists = True
+    if p.SHAPE.ADDED:
+        # False past the last key, and for an unused item, which only another mask uses: it names the column past the last.
+        exists = tile.first < p.grads.padded_kv_len
+    pointer = p.grads.pointers.kv_sums + row.to(gl.int64) * WIDTH
+    if WHICH == 1:
+        pointer += p.grads.kv_rows.to(gl.int64) * p.SHAPE.DIM
+    for part in gl.static_range(len(grad)):
+        _add_or_store(pointer, grad[part], part * grad[0].shape[1], WIDTH, p.SHAPE.ALONE, exists)
+
+
+@gluon.jit
+def _add_or_store(pointer, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE: gl.constexpr, exists):
+    numbers, pointers = _pointers(pointer, grad, FIRST, WIDTH)
+    layout: gl.constexpr = numbers.type.layout
+    kept = exists & (gl.arange(0, 512, layout=gl.SliceLayout(0, layout)) >= 0)[None, :]
+    if ALONE:
+        gl.store(pointers, numbers, mask=kept)
+    else:
+        gl.atomic_add(pointers, numbers, mask=kept, sem="relaxed")
+
+
+@gluon.jit
+def _pointers(pointer, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Returns (columns in register order, their addresses), for the columns from FIRST on of a tile of 64 rows and WIDTH
+    columns."""
+    ALONG: gl.constexpr = numbers.shape[1] // 16
+    rows = to_register_order(numbers).reshape([2 * ALONG, 512])
+    # A thread holds 16 adjacent bytes of each row.
+    REGISTERS: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
+    LANES: gl.constexpr = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
+    WARPS: gl.constexpr = [[0, 128], [0, 256]]
+    DOWN: gl.constexpr = 4 if ALONG == 2 else 5 if ALONG == 4 else 6 if ALONG == 8 else 7
+    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[:DOWN], LANES, WARPS, [], [2 * ALONG, 512])
+    row = gl.arange(0, 2 * ALONG, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, 512, layout=gl.SliceLayout(0, layout))
+    row = row // ALONG * (WIDTH // 16) + (FIRST // 16 + row % ALONG)
+    return gl.convert_layout(rows, layout), pointer + ((row * 512)[:, None] + column[None, :])

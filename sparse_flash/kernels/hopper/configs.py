@@ -1,11 +1,10 @@
 """Tile sizes and stages of the Hopper kernels: static data, separate from the code that uses it. The figures behind each choice are
 in docs/performance/kernels.md, and for blocks chosen by query in docs/performance/selection.md."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..common.config import padded_head_dim
+from ..common.config import padded_head_dim, used_columns
 
 
 @dataclass(frozen=True)
@@ -35,24 +34,17 @@ class BackwardConfig:
     queries: int  # of a step, 64 or 128
     dout_stages: int  # tiles of dOut in shared memory, 1 to 4
     keys: int = 128  # of a tile, 64 or 128
-    pieces: int = 1  # of the columns of a tile of dQ, 1, 2 or 4
     programs: int = 1  # that share a multiprocessor
-    more: int = 1  # tiles of queries in shared memory beyond ``dout_stages``: 1 if scores are computed a step ahead, else 0
-    parts: int = 1  # of a tile, with a warp group each
-    paired: bool = False
+    more: int = 0  # tiles of queries in shared memory beyond ``dout_stages``
+    wide: bool = False  # whether two warp groups share 64 keys: see ``wide_backward``
 
     @property
     def q_stages(self) -> int:
         return self.dout_stages + self.more
 
     @property
-    def keys_per_part(self) -> int:
-        """Keys of a part."""
-        return self.keys // self.parts
-
-    @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.keys // (16 * self.parts)} | _registers(self.programs)
+        return {"num_warps": 4} | _registers(self.programs)
 
 
 def _registers(programs: int) -> dict[str, int]:
@@ -62,33 +54,11 @@ def _registers(programs: int) -> dict[str, int]:
 
 # Tables by padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
-# At 256, two warp groups have a role each (``wide_backward``).
-BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, more=0)}
-# To be timed against ``backward_to_128``: which calls run in ``paired_backward``.
-PAIRED = set(os.environ.get("PAIRED_BACKWARD", "64 variants blocks").split())
-# For calls without a variant: ``paired_backward`` takes less time than ``backward_to_128``, and with v of 65 to 128 also than
-# ``wide_backward``.
-PAIRED_BACKWARD = {
-    64: BackwardConfig(128, 2, 128, 1, more=0, parts=2, paired=True),
-    128: BackwardConfig(64, 2, 128, 2, more=0, parts=2, paired=True),
-    192: BackwardConfig(64, 2, 128, 4, more=0, parts=2, paired=True),
-}
-PAIRED_VARIANT = {64: BackwardConfig(64, 3, 128, 2, more=0, parts=2, paired=True), 128: PAIRED_BACKWARD[128]}
-PAIRED_BACKWARD_OF_64 = {
-    64: BackwardConfig(64, 3, 64, 1, 2, more=0, paired=True),
-    128: BackwardConfig(64, 1, 64, 2, 2, more=1, paired=True),
-}
-PAIRED_SCORED_OF_64 = {64: PAIRED_BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2, more=1, paired=True)}
-
-
-def is_paired(dim: int, block_size: int | None, plain: bool) -> bool:
-    """Whether ``paired_backward`` runs calls up to head_dim 128."""
-    needed = {"64"} if dim == 64 and plain and block_size != 64 else set()
-    needed |= set() if plain else {"variants"}
-    needed |= {"blocks"} if block_size == 64 else set()
-    return dim <= 128 and needed <= PAIRED
-
-
+BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, wide=True)}
+# For 129 to 192 with v of 65 to 128, without a variant: ``paired_backward`` takes less time than ``wide_backward``.
+BACKWARD_OF_192_AND_128 = BackwardConfig(64, 2)
+# Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
+VARIANT_BACKWARD = BACKWARD | {64: BackwardConfig(64, 3)}
 # Three warp groups share the keys and values of each step. Their registers suffice at 64 only. A table of blocks of 128 needs rows
 # of 192 queries for it (``BlockMask.tall``).
 TALL_FORWARD = {64: ForwardConfig(3, 160, 192)}
@@ -100,15 +70,14 @@ SHORT_FORWARD = {64: ForwardConfig(1, 0, 64, 128, 2), 128: ForwardConfig(2, 0, 6
 SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 128)}
 # For tables of blocks of 64, each a step. Two programs share a multiprocessor: while one waits for a barrier, the other computes.
 FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
-BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2), 256: BACKWARD[256]}
+# One warp group computes; at 128, a second tile of queries arrives while the first is in use.
+BACKWARD_OF_64 = {64: BackwardConfig(64, 3, 64, 2), 128: BackwardConfig(64, 1, 64, 2, more=1), 256: BACKWARD[256]}
+# One program has the registers of two. With fewer, the assembler would serialize products.
+SCORED_BACKWARD_OF_64 = BACKWARD_OF_64 | {128: BackwardConfig(64, 1, 64, more=1)}
 # For operands in e4m3.
 EIGHT_BITS = {64: EightBitConfig(4), 128: EightBitConfig(4)}
 TALL_EIGHT_BITS = {64: EightBitConfig(4, 160, 192)}
 EIGHT_BITS_OF_64 = {64: EightBitConfig(4, 0, 64, 64, 2), 128: EightBitConfig(4, 0, 64, 64, 2)}
-# Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
-VARIANT_BACKWARD = {64: BackwardConfig(64, 3), 128: BACKWARD[128], 256: BACKWARD[256]}
-# One program has the registers of two. With fewer, the assembler would serialize products.
-SCORED_BACKWARD_OF_64 = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2), 256: BACKWARD[256]}
 
 
 def plain_forward_config(dim: int, block_size: int | None, tiles: Callable[[int], int], multiprocessors: int) -> ForwardConfig:
@@ -166,18 +135,12 @@ def wide_forward_config(
     return ForwardConfig(min(3, fitting(128, keys, 1)), keys=keys)
 
 
-def backward_config(dim: int, block_size: int | None) -> BackwardConfig:
-    """Returns the config for a call without a variant. Arguments as for ``plain_forward_config``."""
-    return (BACKWARD_OF_64 if block_size == 64 else BACKWARD)[dim]
-
-
-def variant_backward_config(dim: int, dim_v: int, block_size: int | None, scored: bool) -> BackwardConfig:
-    """Returns the config for a call with a variant. dim, block_size: as for ``backward_config``. scored: whether scores are more
-    than scaled products."""
-    if is_paired(dim, block_size, False) and padded_head_dim(dim_v) == dim:
-        if block_size != 64:
-            return PAIRED_VARIANT[dim]
-        return (PAIRED_SCORED_OF_64 if scored else PAIRED_BACKWARD_OF_64)[dim]
-    if block_size != 64:
-        return VARIANT_BACKWARD[dim]
-    return (SCORED_BACKWARD_OF_64 if scored else BACKWARD_OF_64)[dim]
+def backward_config(head_dim: int, v_head_dim: int, block_size: int | None, plain: bool, scored: bool) -> BackwardConfig:
+    """Returns the config of a backward pass. block_size: the table's, or None. plain: whether the call has no variant. scored:
+    whether scores are more than scaled products."""
+    dim = padded_head_dim(head_dim)
+    if block_size == 64:
+        return (SCORED_BACKWARD_OF_64 if scored else BACKWARD_OF_64)[dim]
+    if plain and used_columns(head_dim) == 192 and padded_head_dim(v_head_dim) == 128:
+        return BACKWARD_OF_192_AND_128
+    return (BACKWARD if plain else VARIANT_BACKWARD)[dim]

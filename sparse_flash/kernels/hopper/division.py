@@ -5,13 +5,8 @@ from functools import partial
 from ..common.config import padded_head_dim, used_columns
 from .configs import (
     FORWARD,
-    PAIRED_BACKWARD,
-    PAIRED_BACKWARD_OF_64,
-    BackwardConfig,
     ForwardConfig,
-    backward_config,
     eight_bits_config,
-    is_paired,
     plain_forward_config,
     variant_forward_config,
     wide_forward_config,
@@ -85,18 +80,6 @@ def items_and_tiles(q_shape: tuple[int, ...], tables, queries: int) -> tuple[int
     """Returns (work items of a mask, tiles of all heads)."""
     items = tables.by_query.work.shape[1] if tables else -(-q_shape[2] // queries)
     return items, items * (tables.row_queries // queries if tables else 1) * q_shape[0] * q_shape[1]
-
-
-def plain_backward_config(head_dim: int, v_head_dim: int, block_size: int | None) -> BackwardConfig:
-    """Returns the config of the backward pass of a call without a variant. block_size: the table's, or None."""
-    dim = padded_head_dim(head_dim)
-    if dim <= 128 and is_paired(dim, block_size, True):
-        return (PAIRED_BACKWARD_OF_64 if block_size == 64 else PAIRED_BACKWARD)[dim]
-    if block_size != 64 and padded_head_dim(v_head_dim) == 128:
-        columns = 192 if used_columns(head_dim) == 192 else padded_head_dim(head_dim)
-        if columns in PAIRED_BACKWARD:
-            return PAIRED_BACKWARD[columns]
-    return backward_config(padded_head_dim(head_dim), block_size)
 
 
 def heads_together(q_shape: tuple[int, ...], kv_heads: int, tables, plain: bool, multiprocessors: int) -> bool:

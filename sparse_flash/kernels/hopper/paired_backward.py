@@ -16,20 +16,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.gluon import async_add, async_store, barrier, opaque_zero, record, store_wait, view, view_for_tma
+from ..common.gluon import barrier, opaque_zero, view
 from ..common.tiles import BITS, FULL, RUNS
+from .backward_arguments import KEYS
 from .backward_steps import (
+    add_sums,
     compute_dscores,
+    dq_rows,
     existing_key_words,
     first_query,
-    first_row,
     load_lse,
-    load_tiles,
     mask_words,
-    round_to_int,
     round_weights,
     scores_to_weights,
-    to_register_order,
 )
 from .pairs import from_pairs, multiply_pairs, negate_after, to_pairs
 from .products import (
@@ -45,34 +44,12 @@ from .products import (
     wait_for_sums,
     wait_for_sums_and,
 )
-from .ring import Ring, allocate_tiles, new_linked_ring, new_ring
-from .scheduler import schedule
-from .wide_backward import add_sums
 
 PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
-@record
-class PairedGroup:
-    """Holds the buffers of a warp group and its sending warp."""
-
-    dscores: Ring  # (queries, keys) up to head_dim 128, else (keys, queries)
-    dq: Ring  # one stage, through which the group sends its pieces of dQ
-    done: Ring  # without data; full: the group has read all keys of a tile
-    ready: Ring  # without data; full: the group's dK and dV are in the buffers of k and v
-    GROUP: gl.constexpr  # 0 or 1
-
-
 @gluon.jit
-def _new_group(p, GROUP: gl.constexpr):
-    dscores = allocate_tiles(p.inputs.q.dtype, p.SHAPE.PARTS, p.SHAPE.QUERIES, 64)
-    dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.PIECE_ROWS, 256], p.grads.dq_rows.layout)
-    done, ready = new_linked_ring(p.k, p.k.data, 1), new_linked_ring(p.k, p.k.data, 1)
-    return PairedGroup(new_ring(dscores, p.SHAPE.PARTS), new_ring(dq, 1), done, ready, GROUP)
-
-
-@gluon.jit
-def _sent_before(p, step, GROUP: gl.constexpr):
+def sent_before(p, step, GROUP: gl.constexpr):
     """Returns how many pieces of dQ a group has sent before a step: one in each step, and from head_dim 129 on the third in every
     second step."""
     if p.SHAPE.DIM > 128:
@@ -113,11 +90,8 @@ def _dq_operands(p, group, step, turn, piece):
 def _hand_over_dq(p, own, dq, units, sent):
     """Hands a piece of dQ to the sending warp. units: of its queries; only read with FIXED."""
     own.dq.acquire(sent)
-    if p.SHAPE.FIXED:
-        rows = to_register_order(round_to_int(dq * units[:, None]), 4)
-        view(own.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
-    else:
-        own.dq.data.store(to_register_order(dq, 4))
+    rows = dq_rows(p, dq, units)
+    view(own.dq.data, rows.dtype, rows.shape, p.grads.dq_rows.layout).store(rows)
     fence_async_shared()
     own.dq.commit(sent)
 
@@ -145,7 +119,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     existing = existing_key_words(p, tile, score_layout)
-    LATE: gl.constexpr = p.SHAPE.QUERIES == 128 or p.SHAPE.PARTS == 1 or p.dropout.ENABLED or p.scoring.SCORED
+    LATE: gl.constexpr = p.SHAPE.LATE
     for entry in range(begin, end):
         q = p.q.stage(step)
         dout = p.dout.stage(step)
@@ -200,7 +174,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
         operand = gl.convert_layout(dscores, operand_layout)
         fence_async_shared()
         own.dscores.commit(step)
-        sent = _sent_before(p, step, own.GROUP)
+        sent = sent_before(p, step, own.GROUP)
         if p.SHAPE.GROUP_PIECES == 1:
             # (5) dQ += dS K
             started_dq = _start_dq(p, own, other, step, turn, own.GROUP)
@@ -276,7 +250,7 @@ def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exis
         of_values, first, second, third = warpgroup_mma_wait(0, deps=started_sums)
         dv, dk = (of_values,), (first, second, third)
         # (5) dQ += dS K
-        sent = _sent_before(p, step, own.GROUP)
+        sent = sent_before(p, step, own.GROUP)
         started_dq = _start_dq(p, own, other, step, turn, opaque_zero(step) + own.GROUP)
         units = _load_units(p, step, delta, own.GROUP)
         p.q.release(step)
@@ -315,25 +289,25 @@ def _add_head(p, own, other, tile, state, step, turn, batch_head, zeros):
 
 @gluon.jit
 def _new_state(p):
-    dv = new_sums(p.SHAPE.KEYS, p.SHAPE.DIM_V, p.SHAPE.USED_V)
+    dv = new_sums(KEYS, p.SHAPE.DIM_V, p.SHAPE.USED_V)
     if p.SHAPE.DIM > 128:
-        piece = gl.zeros([p.SHAPE.KEYS, 64], gl.float32, layout=PIECE_LAYOUT)
+        piece = gl.zeros([KEYS, 64], gl.float32, layout=PIECE_LAYOUT)
         dk = (piece, piece, piece)
     else:
-        dk = new_sums(p.SHAPE.KEYS, p.SHAPE.DIM, p.SHAPE.USED)
+        dk = new_sums(KEYS, p.SHAPE.DIM, p.SHAPE.USED)
     return dv, dk
 
 
 @gluon.jit
-def _compute(p, own, other):
+def compute_part(p, own, other):
     """Runs a computing warp group."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.QUERIES, 16])
-    zeros = gl.zeros([p.SHAPE.KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
+    zeros = gl.zeros([KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
     step = 0
     turn = 0
     whole = p.scheduler.tile(turn)
     while whole.first >= 0:
-        tile = whole.part_from(own.GROUP * p.SHAPE.KEYS)
+        tile = whole.part_from(own.GROUP * KEYS)
         state = _new_state(p)
         p.k.wait(turn)
         p.v.wait(turn)
@@ -372,104 +346,10 @@ def _store_results(p, tile, dk, dv, turn, GROUP: gl.constexpr):
         for piece in gl.static_range(ACROSS):
             store_columns(p.k.stage(turn, opaque_zero(turn) + (GROUP * ACROSS + piece)), scale_sums((dk[piece],), p.scale))
     if p.SHAPE.OWN_STARTS:
-        if tile.stop - tile.first < p.SHAPE.KEYS:
+        if tile.stop - tile.first < KEYS:
             # TMA would also overwrite rows beyond the document's end, which belong to the next document.
             barrier()
             batch, head = p.heads.of(tile.batch_head)
             kv_head = head // p.heads.group
             copy_rows(p.grads.dk, p.grads.pointers.dk, batch, kv_head, tile.first, tile.stop, p.k.stage(turn, GROUP))
             copy_rows(p.grads.dv, p.grads.pointers.dv, batch, kv_head, tile.first, tile.stop, values)
-
-
-@gluon.jit
-def _send(p, own):
-    """Runs a sending warp: adds a group's pieces of dQ to global memory, and at the end of a tile stores its dK and dV."""
-    step = 0
-    turn = 0
-    whole = p.scheduler.tile(turn)
-    while whole.first >= 0:
-        tile = whole.part_from(own.GROUP * p.SHAPE.KEYS)
-        row = first_row(p, whole)
-        if p.SHAPE.TOGETHER:
-            for _ in range(p.heads.group):
-                step = _send_dq(p, own, whole, row, step)
-                row += p.grads.padded_q_len
-        else:
-            step = _send_dq(p, own, whole, row, step)
-        own.ready.wait(turn)
-        if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
-            # Otherwise, the computing warps have stored dK and dV.
-            if not p.SHAPE.OWN_STARTS or tile.stop - tile.first >= p.SHAPE.KEYS:
-                _send_results(p, own, tile, turn)
-        p.k.release(turn)
-        p.scheduler.slots.release(turn)
-        turn += 1
-        whole = p.scheduler.tile(turn)
-
-
-@gluon.jit
-def _send_results(p, own, tile, turn):
-    """Stores dK and dV of a group in their tensors, from the buffers of its keys and values."""
-    grads = p.grads
-    batch, head = p.heads.of(tile.batch_head)
-    kv_head = head // p.heads.group
-    for piece in gl.static_range(p.SHAPE.ACROSS):
-        keys = view_for_tma(p.k.stage(turn, own.GROUP * p.SHAPE.ACROSS + piece), grads.dk)
-        async_store(grads.dk, [batch, kv_head, tile.first, piece * p.SHAPE.WIDTH], keys)
-    async_store(grads.dv, [batch, kv_head, tile.first, 0], view_for_tma(p.v.stage(turn, own.GROUP), grads.dv))
-    store_wait(0)
-
-
-@gluon.jit
-def _send_dq(p, own, tile, row, step):
-    """Adds a group's pieces of dQ of all steps of a tile with one query head. row: from ``first_row``. Returns the next step."""
-    entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
-    for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-        sum_row = (row + p.scheduler.position(tile, entry, tile.end)) // 64 * p.SHAPE.ALL_PIECES
-        sent = _sent_before(p, step, own.GROUP)
-        for piece in gl.static_range(p.SHAPE.GROUP_PIECES):
-            _send_piece(p.grads, own.dq, sent + piece, (sum_row + own.GROUP + piece) * p.SHAPE.PIECE_ROWS)
-        if p.SHAPE.DIM > 128:
-            if step % 2 == own.GROUP:
-                _send_piece(p.grads, own.dq, sent + 1, (sum_row + 2) * p.SHAPE.PIECE_ROWS)
-        entry = p.scheduler.next_step(tile, entry)
-        step += 1
-    return step
-
-
-@gluon.jit
-def _send_piece(grads, ring, sent, row):
-    ring.wait(sent)
-    async_add(grads.dq_rows, [row, 0], view(ring.data, grads.dq_rows.dtype, ring.data.shape, grads.dq_rows.layout))
-    store_wait(0)
-    ring.release(sent)
-
-
-@gluon.jit
-def paired_backward(p):
-    """Runs the roles."""
-    first = _new_group(p, 0)
-    second = first
-    if p.SHAPE.PARTS == 2:
-        second = _new_group(p, 1)
-    # TMA signals the barriers, so it must see that they are initialized.
-    fence_async_shared()
-    if p.SHAPE.PARTS == 1:
-        gl.warp_specialize(
-            [(_compute, (p, first, first)), (load_tiles, (p,)), (_send, (p, first)), (schedule, (p.scheduler,))],
-            [1, 1, 1],
-            [24, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_compute, (p, first, second)),
-                (_compute, (p, second, first)),
-                (load_tiles, (p,)),
-                (_send, (p, first)),
-                (_send, (p, second)),
-                (schedule, (p.scheduler,)),
-            ],
-            [4, 1, 1, 1, 1],
-            [240, 24, 24, 24, 24],
-        )
