@@ -12,14 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..common.gluon import async_add, async_load, async_store, store_wait, view, view_for_tma
-from .backward_arguments import (
-    KEYS,
-    BackwardArguments,
-    BackwardInputs,
-    Gradients,
-    PairedGroup,
-    WideBuffers,
-)
+from .backward_arguments import KEYS, BackwardArguments, BackwardInputs, Gradients, PairedGroup, WideBuffers
 from .dropout import new_dropout
 from .lengths import PAST_THE_END, load_existing, new_barrier, new_lengths
 from .paired_backward import compute_part, sent_before
@@ -132,8 +125,8 @@ def _first_key(p, tile):
 
 @gluon.jit
 def _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row):
-    """Loads the queries and their gradients for all steps of a tile with one query head, and with the tile's first step its keys and
-    values. row: from ``_first_row``. Returns ``cuts`` and the next step."""
+    """Loads the queries and their gradients for all steps of a tile with one query head, and with the first step the tile's keys
+    and values. row: from ``_first_row``. Returns ``cuts`` and the next step."""
     position = tile.position
     entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
     for _ in range(gl.maximum(tile.end - tile.begin, 1)):
@@ -163,13 +156,10 @@ def _load_tiles(p):
         batch, head = p.heads.of(tile.batch_head)
         kv_head = head // p.heads.group
         row, first = _first_row(p, tile), step
-        if p.SHAPE.TOGETHER:
-            for _ in range(p.heads.group):
-                cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row)
-                head += 1
-                row += p.grads.padded_q_len
-        else:
+        for _ in range(p.heads.group if p.SHAPE.TOGETHER else 1):
             cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row)
+            head += 1
+            row += p.grads.padded_q_len
         turn += 1
         tile = p.scheduler.tile(turn)
 
@@ -183,12 +173,9 @@ def _send(p, own):
     whole = p.scheduler.tile(turn)
     while whole.first >= 0:
         row = _first_row(p, whole)
-        if p.SHAPE.TOGETHER:
-            for _ in range(p.heads.group):
-                step = _send_dq(p, own, whole, row, step)
-                row += p.grads.padded_q_len
-        else:
+        for _ in range(p.heads.group if p.SHAPE.TOGETHER else 1):
             step = _send_dq(p, own, whole, row, step)
+            row += p.grads.padded_q_len
         if p.SHAPE.WIDE:
             _send_wide_results(p, own, whole, turn)
         else:
@@ -383,8 +370,8 @@ def attention_backward_kernel(
     SCORE: gl.constexpr,
     DERIVATIVE: gl.constexpr,
 ):
-    """Makes the record that the warps share, and runs the roles. Descriptors are arguments, as Triton 3.6 and 3.7 take none within a
-    tuple; so are integers, as Triton specializes those within one."""
+    """Makes the record that the warps share, and runs the roles. Descriptors are arguments, not in a record, as Triton 3.6 and 3.7
+    take none within a tuple; so are integers, as Triton specializes those within one."""
     dtype: gl.constexpr = q_tensor.dtype
     PIECES: gl.constexpr = SHAPE.PARTS * SHAPE.ACROSS
     k = new_ring(allocate_tiles(dtype, PIECES, KEYS, SHAPE.WIDTH), 1, PIECES, CONSUMERS=SHAPE.PARTS)

@@ -181,8 +181,9 @@ def cut_steps(lengths, table, batch, first, bounds, TILE: gl.constexpr, STEP: gl
 
 @gluon.jit
 def load_existing(ring, n, tensor, source, arrived, turn, first, last, number=0):
-    """Fills the stage of n, or a piece of it, with a tile, with zeros in rows outside first .. last - 1, without marking it full. arrived: the loading
-    warp's own barrier. turn: how often this barrier was used before. Returns turn + 1."""
+    """Fills a piece of the stage of n, its only one or that with this number, with a tile, with zeros in rows outside first .. last
+    - 1, without marking it full. arrived: the loading warp's own barrier. turn: how often this barrier was used before. Returns
+    turn + 1."""
     tile = ring.stage(n, number)
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]

@@ -42,7 +42,6 @@ from .products import (
     store_columns,
     wait_for_both,
     wait_for_sums,
-    wait_for_sums_and,
 )
 
 PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -98,7 +97,7 @@ def _hand_over_dq(p, own, dq, units, sent):
 
 @gluon.jit
 def _load_units(p, step, numbers, GROUP: gl.constexpr):
-    """Returns the units of a group's integer sums of a step, by query. Without FIXED, they are not read, and ``numbers`` stand for them."""
+    """Returns the units of a group's integer sums of a step, by query; without FIXED, ``numbers``, which are not read."""
     units = numbers
     if p.SHAPE.FIXED:
         units = p.unit.index(p.q.place(step))
@@ -181,8 +180,8 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
             units = _load_units(p, step, delta, own.GROUP)
             # (4) dK += dS^T Q
             started_dk = start_product(operand, q, dk)
-            dv, dq = wait_for_sums_and(started_dv, started_dq, PRODUCTS)
-            _hand_over_dq(p, own, dq, units, sent)
+            dv, dq = wait_for_both(started_dv, (started_dq,), PRODUCTS)
+            _hand_over_dq(p, own, dq[0], units, sent)
             dk = wait_for_sums(started_dk, 0)
             p.q.release(step)
         else:
@@ -311,11 +310,8 @@ def compute_part(p, own, other):
         state = _new_state(p)
         p.k.wait(turn)
         p.v.wait(turn)
-        if p.SHAPE.TOGETHER:
-            for member in range(p.heads.group):
-                state, step = _add_head(p, own, other, tile, state, step, turn, tile.batch_head + member, zeros)
-        else:
-            state, step = _add_head(p, own, other, tile, state, step, turn, tile.batch_head, zeros)
+        for member in range(p.heads.group if p.SHAPE.TOGETHER else 1):
+            state, step = _add_head(p, own, other, tile, state, step, turn, tile.batch_head + member, zeros)
         dv, dk = state
         if p.SHAPE.PARTS == 2:
             # Waits until the other group's dQ has read these keys.

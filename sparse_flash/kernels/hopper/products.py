@@ -101,56 +101,35 @@ def wait_for_sums(started, PENDING: gl.constexpr):
 @gluon.jit
 def scale_rows(sums, factors):
     """Returns sums times factors, (rows,)."""
-    first = sums[0] * gl.convert_layout(factors, gl.SliceLayout(1, sums[0].type.layout))[:, None]
-    if len(sums) == 1:
-        result = (first,)
-    else:
-        result = (first, sums[1] * gl.convert_layout(factors, gl.SliceLayout(1, sums[1].type.layout))[:, None])
+    result = ()
+    for part in gl.static_range(len(sums)):
+        result += (sums[part] * gl.convert_layout(factors, gl.SliceLayout(1, sums[part].type.layout))[:, None],)
     return result
 
 
 @gluon.jit
 def keep_rows(sums, words):
     """Returns sums, with 0 in rows whose words are 0: see ``where_rows``."""
-    first = where_rows(sums[0], gl.convert_layout(words, gl.SliceLayout(1, sums[0].type.layout)))
-    if len(sums) == 1:
-        result = (first,)
-    else:
-        result = (first, where_rows(sums[1], gl.convert_layout(words, gl.SliceLayout(1, sums[1].type.layout))))
+    result = ()
+    for part in gl.static_range(len(sums)):
+        result += (where_rows(sums[part], gl.convert_layout(words, gl.SliceLayout(1, sums[part].type.layout))),)
     return result
 
 
 @gluon.jit
 def wait_for_both(started, others, PENDING: gl.constexpr):
-    """Returns ``wait_for_sums`` of two results of ``start_product``."""
-    if len(started) == 1:
-        sums, more = warpgroup_mma_wait(PENDING, deps=(started[0], others[0]))
-        both = ((sums,), (more,))
-    else:
-        first, rest, more, more_rest = warpgroup_mma_wait(PENDING, deps=(started[0], started[1], others[0], others[1]))
-        both = ((first, rest), (more, more_rest))
-    return both
-
-
-@gluon.jit
-def wait_for_sums_and(started, other, PENDING: gl.constexpr):
-    """Returns (``wait_for_sums``, the result of ``other``, which was started later and is also done)."""
-    if len(started) == 1:
-        sums, result = warpgroup_mma_wait(PENDING, deps=(started[0], other))
-        both = ((sums,), result)
-    else:
-        first, rest, result = warpgroup_mma_wait(PENDING, deps=(started[0], started[1], other))
-        both = ((first, rest), result)
-    return both
+    """Returns ``wait_for_sums`` of two results of ``start_product``, or of one and (a single product,)."""
+    COUNT: gl.constexpr = len(started)
+    sums = warpgroup_mma_wait(PENDING, deps=started + others)
+    return sums[:COUNT], sums[COUNT:]
 
 
 @gluon.jit
 def scale_sums(sums, factor):
     """Returns sums times one factor."""
-    if len(sums) == 1:
-        result = (sums[0] * factor,)
-    else:
-        result = (sums[0] * factor, sums[1] * factor)
+    result = ()
+    for part in gl.static_range(len(sums)):
+        result += (sums[part] * factor,)
     return result
 
 
@@ -168,9 +147,8 @@ def store_columns(tile, sums):
 @gluon.jit
 def write_columns(pointer, STRIDE: gl.constexpr, sums, exists):
     """Stores sums in global memory, from ``pointer`` on, in rows of STRIDE elements, if the tile exists."""
-    _write(pointer, STRIDE, sums[0], exists)
-    if len(sums) > 1:
-        _write(pointer + sums[0].shape[1], STRIDE, sums[1], exists)
+    for part in gl.static_range(len(sums)):
+        _write(pointer + part * sums[0].shape[1], STRIDE, sums[part], exists)
 
 
 @gluon.jit
@@ -187,9 +165,8 @@ def write_rows(tensor, base, batch, head, first, stop, sums):
     descriptor. base: its address. The address and the strides are multiples of 16 bytes."""
     pointer, stride = _pointer_to_rows(tensor, base, batch, head, first)
     rows, columns = stop - first, tensor.shape[3] // 8 * 8
-    _write_part(pointer, stride, rows, columns, sums[0], 0)
-    if len(sums) > 1:
-        _write_part(pointer, stride, rows, columns, sums[1], sums[0].shape[1])
+    for part in gl.static_range(len(sums)):
+        _write_part(pointer, stride, rows, columns, sums[part], part * sums[0].shape[1])
 
 
 @gluon.jit

@@ -121,11 +121,9 @@ def fold_quads_lazily(scores, running_max, factor):
 def rescale_sums(sums, factors):
     """Returns sums of values times the factors of ``fold_lazily``. A warp whose rows all have the factor 1 skips the
     multiplication. No product may be in flight, because the compiler would serialize all products."""
-    first = _rescaled(sums[0], factors)
-    if len(sums) == 1:
-        result = (first,)
-    else:
-        result = (first, _rescaled(sums[1], factors))
+    result = ()
+    for part in gl.static_range(len(sums)):
+        result += (_rescaled(sums[part], factors),)
     return result
 
 
