@@ -21,7 +21,7 @@ from ..common.layout import as_addressable, is_addressable, layouts, restore_lay
 from ..common.tiles import LOG2_E
 from ..launch.launch import Recording, as_rows, descriptor_or_rows, launch_or_repeat, multiprocessors, table_arguments
 from ..launch.order import concurrent_heads
-from .backward_arguments import KEYS, BackwardPointers, BackwardShape
+from .backward_arguments import BackwardPointers, BackwardShape
 from .backward_kernel import attention_backward_kernel
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
 from .configs import BackwardConfig, backward_config
@@ -30,7 +30,7 @@ from .division import blocks_by_document, heads_together
 from .variant import PLAIN, HopperVariant, hopper_variant
 
 ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
-TILE = KEYS.value  # keys of a tile of sums of dK and dV; tiles of dQ have as many queries
+TILE = 64  # rows of a tile of sums
 
 
 def attention_backward(call, dout, dlse, out, lse):
@@ -170,8 +170,8 @@ def _workspace(q, k, v, tables, deterministic: bool, of_variant: HopperVariant) 
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v.shape[3])
-    queries, block_size = _config(q, v, tables, of_variant).queries, tables.block_size if tables else TILE
-    padded_q, padded_kv = (triton.cdiv(n, size) * size for n, size in ((q_len, max(block_size, queries)), (kv_len, block_size)))
+    block_size = tables.block_size if tables else _config(q, v, tables, of_variant).keys
+    padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
     if tables and tables.starts is not None:
         padded_q = padded_kv = (len(tables.starts) - 1) * block_size
     q_rows = batch * heads * padded_q
@@ -320,18 +320,18 @@ class BackwardLaunches(NamedTuple):
         batch_heads = batch * (kv_heads if space.together else heads)
         tiles = items * (block_size // config.keys) * batch_heads
         shape = self.shape
-        width, rows = shape.WIDTH, self.rows
+        keys, width, rows = shape.KEYS, shape.WIDTH, self.rows
         grads = (None, None) if self.starts is None else (tensors.dk, tensors.dv)
         pointers, strides = table_pointers(tables, tables and tables.by_key, work, tensors.lse)
         arguments = [
             gluon_descriptor(q, [1, 1, config.queries, width]),
-            gluon_descriptor(k, [1, 1, TILE, width]),
-            gluon_descriptor(v, [1, 1, TILE, dim_v]),
+            gluon_descriptor(k, [1, 1, keys, width]),
+            gluon_descriptor(v, [1, 1, keys, dim_v]),
             gluon_descriptor(tensors.dout, [1, 1, config.queries, dim_v]),
             *(gluon_descriptor(rows[row], [config.queries], ROW_LAYOUT) for row in (0, 1, 2 if self.deterministic else 0)),
             gluon_descriptor(self.sums, [shape.SENT_ROWS, 256], FLOAT_LAYOUT),
-            gluon_descriptor(tensors.dk, [1, 1, TILE, width]),
-            gluon_descriptor(tensors.dv, [1, 1, TILE, dim_v]),
+            gluon_descriptor(tensors.dk, [1, 1, keys, width]),
+            gluon_descriptor(tensors.dv, [1, 1, keys, dim_v]),
             BackwardPointers(tensors.kv_sums, *grads, tensors.queue),
             pointers,
             *strides,

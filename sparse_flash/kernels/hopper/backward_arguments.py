@@ -22,8 +22,6 @@ from .ring import Ring
 from .scheduler import Heads, Scheduler, TableArguments
 from .scores import ScoringInputs
 
-KEYS = gl.constexpr(64)  # of a warp group
-
 
 @dataclass(frozen=True)
 class BackwardShape:
@@ -33,7 +31,7 @@ class BackwardShape:
     USED: int  # of DIM columns; the others are zeros
     DIM_V: int  # the same for v
     USED_V: int
-    WIDE: bool  # whether ``wide_backward`` computes, otherwise ``paired_backward``
+    WIDE: bool  # whether ``wide_backward`` computes
     TILE: int  # keys
     QUERIES: int  # of a step
     Q_STAGES: int
@@ -51,9 +49,24 @@ class BackwardShape:
     DROPPED: bool  # whether there is dropout
 
     @property
+    def NARROW(self) -> bool:
+        """Whether ``narrow_backward`` computes. Without WIDE and NARROW, ``paired_backward`` does."""
+        return self.DIM == 64
+
+    @property
     def PARTS(self) -> int:
-        """Parts of a tile: 64 keys each. In ``paired_backward``, each has a warp group."""
-        return self.TILE // 64
+        """Parts of a tile, each with a warp group in a role of its own, in ``paired_backward``."""
+        return 1 if self.NARROW else self.TILE // 64
+
+    @property
+    def KEYS(self) -> int:
+        """Keys of a part."""
+        return self.TILE // self.PARTS
+
+    @property
+    def K_STAGES(self) -> int:
+        """Tiles of keys in shared memory: two if the next tile's first scores are computed in a tile's last step."""
+        return self.TILE // 64 if self.NARROW else 1
 
     @property
     def ACROSS(self) -> int:
@@ -73,7 +86,7 @@ class BackwardShape:
     @property
     def COLUMNS(self) -> int:
         """Columns of a piece of dQ, which has 64 queries. Of 64 queries and 64 columns, two warp groups compute half each."""
-        return 32 if self.DIM == 64 and self.QUERIES * self.TILE == 64 * 128 else 64
+        return 32 if self.NARROW and self.QUERIES < self.TILE else 64
 
     @property
     def PIECES(self) -> int:
@@ -93,14 +106,14 @@ class BackwardShape:
 
     @property
     def SENT_ROWS(self) -> int:
-        """Rows of 256 numbers of dQ that are sent at once: a piece, or half a piece if it passes through two buffers."""
-        return 8 if self.WIDE else self.COLUMNS // 4
+        """Rows of 256 numbers of dQ that are sent at once: a step's, half a piece, or a piece."""
+        return self.QUERIES // 4 if self.NARROW else 8 if self.WIDE else 16
 
     @property
     def LATE(self) -> bool:
         """Whether a step of ``paired_backward`` loads rows of lse and delta only where they are used. Loaded before the products,
         they wait for no product's reads of shared memory, but there must be registers for them."""
-        return self.QUERIES == 128 or self.PARTS == 1 or self.SCORED or self.DROPPED
+        return self.PARTS == 1 or self.SCORED or self.DROPPED
 
     @property
     def SPLIT_SUMS(self) -> bool:
@@ -162,7 +175,7 @@ class BackwardArguments:
     arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
     scheduler: Scheduler
-    k: Ring  # one stage; pieces of the first warp group's keys, then of the second's
+    k: Ring  # a stage has pieces of the first part's keys, then of the second's
     v: Ring
     q: Ring  # one stage per step
     dout: Ring  # released with q
@@ -170,6 +183,14 @@ class BackwardArguments:
     unit: gl.shared_memory_descriptor  # loaded with q
     delta: gl.shared_memory_descriptor  # loaded with dout
     SHAPE: gl.constexpr  # ``BackwardShape``
+
+
+@record
+class NarrowBuffers:
+    """Holds the buffers of ``narrow_backward``."""
+
+    dscores: gl.shared_memory_descriptor  # (1, queries, keys)
+    dq: Ring  # one stage, through which every step sends dQ, and every tile dV
 
 
 @record

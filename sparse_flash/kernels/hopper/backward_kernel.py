@@ -12,9 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..common.gluon import async_add, async_load, async_store, store_wait, view, view_for_tma
-from .backward_arguments import KEYS, BackwardArguments, BackwardInputs, Gradients, PairedGroup, WideBuffers
+from .backward_arguments import BackwardArguments, BackwardInputs, Gradients, NarrowBuffers, PairedGroup, WideBuffers
 from .dropout import new_dropout
 from .lengths import PAST_THE_END, load_existing, new_barrier, new_lengths
+from .narrow_backward import compute_tiles
 from .paired_backward import compute_part, sent_before
 from .ring import allocate_tiles, new_linked_ring, new_ring
 from .scheduler import Heads, Queue, TableArguments, new_scheduler, schedule
@@ -46,7 +47,7 @@ def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key, ACR
     source = [batch, kv_head, first_key, 0]
     if p.lengths.KV_CUT and tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.SHAPE.TILE):
         for piece in gl.static_range(ring.PIECES):
-            row = first_key + piece * KEYS
+            row = first_key + piece * p.SHAPE.KEYS
             first, last = tile.cuts.own_first - row, tile.cuts.own_last - row
             cuts = load_existing(ring, turn, tensor, [batch, kv_head, row, 0], p.arrived, cuts, first, last, piece)
         ring.commit(turn)
@@ -136,7 +137,8 @@ def _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row):
         upcoming = p.scheduler.position(tile, entry, tile.end)
         cuts = _load_queries(p, tile, cuts, step, batch, head, row, position, first_query)
         if step == first:
-            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, _first_key(p, tile), p.SHAPE.ACROSS)
+            if p.k.STAGES == 1:
+                cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, _first_key(p, tile), p.SHAPE.ACROSS)
             cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, _first_key(p, tile))
         cuts = _load_dout(p, tile, cuts, step, batch, head, row, position, first_query)
         position = upcoming
@@ -146,15 +148,18 @@ def _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row):
 
 @gluon.jit
 def _load_tiles(p):
-    """Runs the loading warp: loads each tile's keys and values, and each step's queries and their gradients, in order of use. A
-    tile's first queries come before its keys, as they need not wait for the tile before."""
+    """Runs the loading warp: loads each tile's keys and values, and each step's queries and their gradients, in order of use."""
     step = 0
     turn = 0
     cuts = 0
+    # If shared memory holds the keys of one tile only, the tile's first queries are requested first, as they need not wait.
+    AHEAD: gl.constexpr = p.k.STAGES > 1
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
         batch, head = p.heads.of(tile.batch_head)
         kv_head = head // p.heads.group
+        if AHEAD:
+            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, _first_key(p, tile))
         row, first = _first_row(p, tile), step
         for _ in range(p.heads.group if p.SHAPE.TOGETHER else 1):
             cuts, step = _load_steps(p, tile, cuts, step, first, turn, batch, head, kv_head, row)
@@ -162,54 +167,68 @@ def _load_tiles(p):
             row += p.grads.padded_q_len
         turn += 1
         tile = p.scheduler.tile(turn)
+    if AHEAD:
+        # After its last tile a program computes the first scores of one more, and discards them.
+        cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0)
+        _load_queries(p, tile, cuts, step, 0, 0, 0, 0, 0)
 
 
 @gluon.jit
 def _send(p, own):
     """Runs a sending warp: adds pieces of dQ to global memory, and at the end of a tile stores its dK and dV and releases their
-    buffers. own: ``PairedGroup`` or ``WideBuffers``."""
+    buffers. own: ``NarrowBuffers``, ``PairedGroup`` or ``WideBuffers``."""
     step = 0
     turn = 0
     whole = p.scheduler.tile(turn)
     while whole.first >= 0:
         row = _first_row(p, whole)
+        last = step + (p.heads.group if p.SHAPE.TOGETHER else 1) * gl.maximum(whole.end - whole.begin, 1) - 1
         for _ in range(p.heads.group if p.SHAPE.TOGETHER else 1):
-            step = _send_dq(p, own, whole, row, step)
+            step = _send_dq(p, own, whole, turn, row, step, last)
             row += p.grads.padded_q_len
-        if p.SHAPE.WIDE:
+        if p.SHAPE.NARROW:
+            _send_narrow_results(p, own, whole, turn, step + turn)
+        elif p.SHAPE.WIDE:
             _send_wide_results(p, own, whole, turn)
         else:
-            _send_paired_results(p, own, whole.part_from(own.GROUP * KEYS), turn)
-        p.scheduler.slots.release(turn)
+            _send_paired_results(p, own, whole.part_from(own.GROUP * p.SHAPE.KEYS), turn)
+        if p.k.STAGES == 1:
+            p.scheduler.slots.release(turn)
         turn += 1
         whole = p.scheduler.tile(turn)
 
 
 @gluon.jit
-def _send_dq(p, own, tile, row, step):
-    """Adds dQ of all steps of a tile with one query head. row: from ``_first_row``. Returns the next step."""
+def _send_dq(p, own, tile, turn, row, step, last):
+    """Adds dQ of all steps of a tile with one query head. row: from ``_first_row``. last: the tile's last step. Returns the next
+    step."""
     entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
     for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-        piece = (row + p.scheduler.position(tile, entry, tile.end)) // 64 * p.SHAPE.ALL_PIECES
-        if p.SHAPE.WIDE:
-            _send_halves(p, own.dq, step, piece * (2 * p.SHAPE.SENT_ROWS))
+        sum_row = (row + p.scheduler.position(tile, entry, tile.end)) // 64 * (p.SHAPE.DIM // 4)
+        if p.SHAPE.NARROW:
+            own.dq.wait(step + turn)
+            # The warps that hand over dQ have finished all products with the values.
+            p.v.release(turn, pred=step == last)
+            _send_rows(p, own.dq, step + turn, sum_row)
+        elif p.SHAPE.WIDE:
+            _send_halves(p, own.dq, step, sum_row)
         else:
             sent = sent_before(p, step, own.GROUP)
             for number in gl.static_range(p.SHAPE.GROUP_PIECES):
-                _send_piece(p, own.dq, sent + number, piece + own.GROUP + number)
+                _send_rows(p, own.dq, sent + number, sum_row + (own.GROUP + number) * p.SHAPE.SENT_ROWS)
             if p.SHAPE.ACROSS > 1:
                 if step % 2 == own.GROUP:
-                    _send_piece(p, own.dq, sent + 1, piece + 2)
+                    _send_rows(p, own.dq, sent + 1, sum_row + 2 * p.SHAPE.SENT_ROWS)
         entry = p.scheduler.next_step(tile, entry)
         step += 1
     return step
 
 
 @gluon.jit
-def _send_piece(p, ring, sent, piece):
+def _send_rows(p, ring, sent, row):
     rows, tensor = ring.data, p.grads.dq_rows
     ring.wait(sent)
-    async_add(tensor, [piece * p.SHAPE.SENT_ROWS, 0], view(rows, tensor.dtype, rows.shape, tensor.layout))
+    async_add(tensor, [row, 0], view(rows, tensor.dtype, rows.shape, tensor.layout))
     store_wait(0)
     ring.release(sent)
 
@@ -234,13 +253,31 @@ def _send_halves(p, ring, step, row):
 
 
 @gluon.jit
+def _send_narrow_results(p, own, tile, turn, sent):
+    """Stores dK and dV of a tile in their tensors, from the buffers of its keys and of dQ, and releases both. Sums, and what
+    remains of a document, have been stored by the computing warps."""
+    grads = p.grads
+    own.dq.wait(sent)
+    if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
+        if not p.SHAPE.OWN_STARTS or tile.stop - tile.first >= p.SHAPE.KEYS:
+            batch, head = p.heads.of(tile.batch_head)
+            position = [batch, head // p.heads.group, tile.first, 0]
+            async_store(grads.dk, position, view_for_tma(p.k.stage(turn), grads.dk))
+            values = view(own.dq.data, grads.dv.dtype, [1, 1, p.SHAPE.KEYS, p.SHAPE.DIM], grads.dv.layout)
+            async_store(grads.dv, position, values)
+            store_wait(0)
+    own.dq.release(sent)
+    p.k.release(turn)
+
+
+@gluon.jit
 def _send_paired_results(p, own, tile, turn):
     """Stores dK and dV of a group in their tensors, from the buffers of its keys and values, and releases both. Sums, and what
     remains of a document, have been stored by the computing warps."""
     grads = p.grads
     own.ready.wait(turn)
     if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
-        if not p.SHAPE.OWN_STARTS or tile.stop - tile.first >= KEYS:
+        if not p.SHAPE.OWN_STARTS or tile.stop - tile.first >= p.SHAPE.KEYS:
             batch, head = p.heads.of(tile.batch_head)
             kv_head = head // p.heads.group
             for piece in gl.static_range(p.SHAPE.ACROSS):
@@ -269,8 +306,20 @@ def _send_wide_results(p, own, tile, turn):
 
 
 @gluon.jit
+def _run_narrow(p):
+    dscores = allocate_tiles(p.inputs.q.dtype, 1, p.SHAPE.QUERIES, p.SHAPE.KEYS)
+    dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.SENT_ROWS, 256], p.grads.dq_rows.layout)
+    own = NarrowBuffers(dscores, new_ring(dq, 1))
+    # TMA signals the barriers, so it must see that they are initialized.
+    fence_async_shared()
+    gl.warp_specialize(
+        [(compute_tiles, (p, own)), (_load_tiles, (p,)), (_send, (p, own)), (schedule, (p.scheduler,))], [1, 1, 1], [24, 24, 24]
+    )
+
+
+@gluon.jit
 def _new_group(p, GROUP: gl.constexpr):
-    dscores = allocate_tiles(p.inputs.q.dtype, p.SHAPE.PARTS, p.SHAPE.QUERIES, KEYS)
+    dscores = allocate_tiles(p.inputs.q.dtype, p.SHAPE.PARTS, p.SHAPE.QUERIES, p.SHAPE.KEYS)
     dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.SENT_ROWS, 256], p.grads.dq_rows.layout)
     done, ready = new_linked_ring(p.k, p.k.data, 1), new_linked_ring(p.k, p.k.data, 1)
     return PairedGroup(new_ring(dscores, p.SHAPE.PARTS), new_ring(dq, 1), done, ready, GROUP)
@@ -311,8 +360,8 @@ def _run_wide(p):
     dtype: gl.constexpr = p.inputs.q.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     PASSED: gl.constexpr = 2 if p.scoring.SIGNED else 1
-    weights = gl.allocate_shared_memory(dtype, [PASSED, 4, KEYS * p.SHAPE.QUERIES // 4], plain)
-    dscores = allocate_tiles(dtype, 1, KEYS, p.SHAPE.QUERIES)
+    weights = gl.allocate_shared_memory(dtype, [PASSED, 4, p.SHAPE.KEYS * p.SHAPE.QUERIES // 4], plain)
+    dscores = allocate_tiles(dtype, 1, p.SHAPE.KEYS, p.SHAPE.QUERIES)
     DQ_STAGES: gl.constexpr = 3 - PASSED
     dq = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, p.SHAPE.SENT_ROWS, 256], p.grads.dq_rows.layout)
     own = WideBuffers(
@@ -374,9 +423,10 @@ def attention_backward_kernel(
     take none within a tuple; so are integers, as Triton specializes those within one."""
     dtype: gl.constexpr = q_tensor.dtype
     PIECES: gl.constexpr = SHAPE.PARTS * SHAPE.ACROSS
-    k = new_ring(allocate_tiles(dtype, PIECES, KEYS, SHAPE.WIDTH), 1, PIECES, CONSUMERS=SHAPE.PARTS)
-    v_tiles = allocate_tiles(dtype, SHAPE.PARTS, KEYS, SHAPE.DIM_V)
-    v = new_ring(v_tiles, 1) if SHAPE.WIDE else new_linked_ring(k, v_tiles, 1, SHAPE.PARTS)
+    k_tiles = allocate_tiles(dtype, SHAPE.K_STAGES * PIECES, SHAPE.KEYS, SHAPE.WIDTH)
+    k = new_ring(k_tiles, SHAPE.K_STAGES, PIECES, CONSUMERS=SHAPE.PARTS)
+    v_tiles = allocate_tiles(dtype, SHAPE.PARTS, SHAPE.KEYS, SHAPE.DIM_V)
+    v = new_ring(v_tiles, 1) if SHAPE.WIDE or SHAPE.NARROW else new_linked_ring(k, v_tiles, 1, SHAPE.PARTS)
     q_tiles = allocate_tiles(dtype, SHAPE.Q_STAGES * SHAPE.ACROSS, SHAPE.QUERIES, SHAPE.WIDTH)
     q = new_ring(q_tiles, SHAPE.Q_STAGES, SHAPE.ACROSS, CONSUMERS=SHAPE.READERS)
     dout = new_linked_ring(q, allocate_tiles(dtype, SHAPE.DOUT_STAGES, SHAPE.QUERIES, SHAPE.DIM_V), SHAPE.DOUT_STAGES)
@@ -432,7 +482,9 @@ def attention_backward_kernel(
         delta=delta,
         SHAPE=SHAPE,
     )
-    if SHAPE.WIDE:
+    if SHAPE.NARROW:
+        _run_narrow(p)
+    elif SHAPE.WIDE:
         _run_wide(p)
     else:
         _run_paired(p)

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.tiles import FULL, RUNS
-from .backward_arguments import KEYS
 from .dropout import round_kept, score_gradients
 from .masks import ZERO, load_column_words, row_words, where_column_bits, where_rows, where_run
 
@@ -59,7 +58,7 @@ def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
         first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + _position_in_block(p, tile) // 32
-        words = load_column_words(first, KEYS, p.SHAPE.QUERIES, WORDS, layout)
+        words = load_column_words(first, p.SHAPE.KEYS, p.SHAPE.QUERIES, WORDS, layout)
     return words
 
 
@@ -67,7 +66,7 @@ def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
 def _masked(p, tile, weights, words, KIND: gl.constexpr):
     """Sets weights of a step, (keys, queries), to 0 if its mask tile does not keep them."""
     if KIND == RUNS:
-        rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _position_in_block(p, tile)
+        rows = gl.arange(0, p.SHAPE.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _position_in_block(p, tile)
         masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
     else:
         masked = where_column_bits(weights, words, ZERO)
@@ -91,9 +90,9 @@ def existing_key_words(p, tile, layout: gl.constexpr):
     have arbitrary scores."""
     existing = tile.first
     if p.lengths.KV_CUT:
-        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, KEYS, layout)
+        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.SHAPE.KEYS, layout)
     elif p.SHAPE.RAGGED and p.scoring.SCORED:
-        existing = row_words(0, p.inputs.k.shape[2] - tile.first, KEYS, layout)
+        existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.SHAPE.KEYS, layout)
     return existing
 
 
@@ -144,7 +143,7 @@ def _row_of_sums(p, tile, PART: gl.constexpr = 0):
     """Returns the row of the first key of a tile, or of its part PART, in sums of dK and dV. With FIXED, each query head has sums
     of its own, which ``finish_kernel`` adds."""
     if p.SHAPE.SPLIT_SUMS:
-        row = (tile.batch_head * p.grads.splits + (tile.split - 1) * p.SHAPE.PARTS + PART) * KEYS
+        row = (tile.batch_head * p.grads.splits + (tile.split - 1) * (p.SHAPE.TILE // 64) + PART) * 64
     else:
         batch, head = p.heads.of(tile.batch_head)
         sums = tile.batch_head if p.SHAPE.FIXED else batch * (p.heads.queries // p.heads.group) + head // p.heads.group
@@ -161,12 +160,15 @@ def _round_to_int(numbers):
 
 @gluon.jit
 def to_register_order(grad):
-    """Returns a gradient tile of 64 rows as rows of 256 elements, in the order in which the threads of four warps hold them. Each
-    thread then writes whole units of 16 bytes, next to its neighbours': four registers that follow each other, two columns of a row
-    and of the row 8 below. ``finish_kernel`` restores the order."""
+    """Returns a gradient tile as rows of 256 elements, in the order in which threads hold them: first what four warps hold, then
+    what the next four do, of the next 64 rows, or of further columns. Each thread then writes whole units of 16 bytes, next to its
+    neighbours': four registers that follow each other, two columns of a row and of the row 8 below. ``finish_kernel`` restores the
+    order."""
+    ROWS: gl.constexpr = grad.shape[0]
     DIM: gl.constexpr = grad.shape[1]
-    pieces = grad.reshape([4, 2, 8, DIM // 16, 2, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
-    return pieces.reshape([DIM // 4, 256])
+    ACROSS: gl.constexpr = gl.num_warps() * 16 // ROWS
+    pieces = grad.reshape([ROWS // 64, 4, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2])
+    return pieces.permute((0, 4, 6, 5, 1, 3, 7, 2, 8)).reshape([ROWS * DIM // 256, 256])
 
 
 @gluon.jit
@@ -208,17 +210,19 @@ def _add_or_store(pointer, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE
 
 @gluon.jit
 def _pointers(pointer, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """Returns (columns in register order, their addresses), for the columns from FIRST on of a tile of 64 rows and WIDTH
-    columns."""
+    """Returns (columns in register order, their addresses), for the columns from FIRST on of a tile of WIDTH columns, with 16 rows
+    for each warp."""
     ALONG: gl.constexpr = numbers.shape[1] // 16
-    rows = to_register_order(numbers).reshape([2 * ALONG, 512])
+    ROWS: gl.constexpr = 2 * ALONG * (gl.num_warps() // 4)
+    rows = to_register_order(numbers).reshape([ROWS, 512])
     # A thread holds 16 adjacent bytes of each row.
     REGISTERS: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
     LANES: gl.constexpr = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
-    WARPS: gl.constexpr = [[0, 128], [0, 256]]
+    WARPS: gl.constexpr = [[0, 128], [0, 256], [2 * ALONG, 0]]
+    OF_WARPS: gl.constexpr = 2 if gl.num_warps() == 4 else 3
     DOWN: gl.constexpr = 4 if ALONG == 2 else 5 if ALONG == 4 else 6 if ALONG == 8 else 7
-    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[:DOWN], LANES, WARPS, [], [2 * ALONG, 512])
-    row = gl.arange(0, 2 * ALONG, layout=gl.SliceLayout(1, layout))
+    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[:DOWN], LANES, WARPS[:OF_WARPS], [], [ROWS, 512])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, 512, layout=gl.SliceLayout(0, layout))
     row = row // ALONG * (WIDTH // 16) + (FIRST // 16 + row % ALONG)
     return gl.convert_layout(rows, layout), pointer + ((row * 512)[:, None] + column[None, :])

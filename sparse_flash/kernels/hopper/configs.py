@@ -35,7 +35,8 @@ class BackwardConfig:
     dout_stages: int  # tiles of dOut in shared memory, 1 to 4
     keys: int = 128  # of a tile, 64 or 128
     programs: int = 1  # that share a multiprocessor
-    more: int = 0  # tiles of queries in shared memory beyond ``dout_stages``
+    more: int = 0  # tiles of queries in shared memory beyond ``dout_stages``, as if scores are computed a step ahead
+    warps: int = 4  # of the first role
     wide: bool = False  # whether two warp groups share 64 keys: see ``wide_backward``
 
     @property
@@ -44,7 +45,7 @@ class BackwardConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": 4} | _registers(self.programs)
+        return {"num_warps": self.warps} | _registers(self.programs)
 
 
 def _registers(programs: int) -> dict[str, int]:
@@ -54,11 +55,11 @@ def _registers(programs: int) -> dict[str, int]:
 
 # Tables by padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
-BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, wide=True)}
+BACKWARD = {64: BackwardConfig(128, 2, more=1, warps=8), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, wide=True)}
 # For 129 to 192 with v of 65 to 128, without a variant: ``paired_backward`` takes less time than ``wide_backward``.
 BACKWARD_OF_192_AND_128 = BackwardConfig(64, 2)
 # Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
-VARIANT_BACKWARD = BACKWARD | {64: BackwardConfig(64, 3)}
+VARIANT_BACKWARD = BACKWARD | {64: BackwardConfig(64, 3, more=1, warps=8)}
 # Three warp groups share the keys and values of each step. Their registers suffice at 64 only. A table of blocks of 128 needs rows
 # of 192 queries for it (``BlockMask.tall``).
 TALL_FORWARD = {64: ForwardConfig(3, 160, 192)}
@@ -71,7 +72,7 @@ SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 
 # For tables of blocks of 64, each a step. Two programs share a multiprocessor: while one waits for a barrier, the other computes.
 FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 # One warp group computes; at 128, a second tile of queries arrives while the first is in use.
-BACKWARD_OF_64 = {64: BackwardConfig(64, 3, 64, 2), 128: BackwardConfig(64, 1, 64, 2, more=1), 256: BACKWARD[256]}
+BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 2, more=1), 128: BackwardConfig(64, 1, 64, 2, more=1), 256: BACKWARD[256]}
 # One program has the registers of two. With fewer, the assembler would serialize products.
 SCORED_BACKWARD_OF_64 = BACKWARD_OF_64 | {128: BackwardConfig(64, 1, 64, more=1)}
 # For operands in e4m3.

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.gluon import barrier, opaque_zero, view
 from ..common.tiles import BITS, FULL, RUNS
-from .backward_arguments import KEYS
 from .backward_steps import (
     add_sums,
     compute_dscores,
@@ -44,6 +43,7 @@ from .products import (
     wait_for_sums,
 )
 
+COLUMNS = gl.constexpr(64)  # of a piece of dQ
 PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
@@ -62,8 +62,7 @@ def sent_before(p, step, GROUP: gl.constexpr):
 def _start_dq(p, own, other, step, turn, piece):
     """Starts the two products of a piece of a step's dQ. The second waits until the other group has stored its gradients of
     scores."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.COLUMNS, 16])
-    zeros = gl.zeros([64, p.SHAPE.COLUMNS], gl.float32, layout=layout)
+    zeros = gl.zeros([p.SHAPE.QUERIES, COLUMNS], gl.float32, layout=PIECE_LAYOUT)
     started = warpgroup_mma(*_dq_operands(p, own, step, turn, piece), zeros, use_acc=False, is_async=True)
     if p.SHAPE.PARTS == 2:
         other.dscores.wait(step)
@@ -77,11 +76,9 @@ def _dq_operands(p, group, step, turn, piece):
     dscores = group.dscores.stage(step)
     if p.SHAPE.DIM > 128:
         operands = dscores.permute((1, 0)), p.k.stage(turn, piece + group.GROUP * p.SHAPE.ACROSS)
-    elif p.SHAPE.QUERIES == 128:
-        operands = dscores.slice(piece * 64, 64), p.k.stage(turn, opaque_zero(step) + group.GROUP)
     else:
         keys = p.k.stage(turn, opaque_zero(step) + group.GROUP)
-        operands = dscores, keys.slice(piece * p.SHAPE.COLUMNS, p.SHAPE.COLUMNS, dim=1)
+        operands = dscores, keys.slice(piece * COLUMNS, COLUMNS, dim=1)
     return operands
 
 
@@ -96,14 +93,11 @@ def _hand_over_dq(p, own, dq, units, sent):
 
 
 @gluon.jit
-def _load_units(p, step, numbers, GROUP: gl.constexpr):
-    """Returns the units of a group's integer sums of a step, by query; without FIXED, ``numbers``, which are not read."""
+def _load_units(p, step, numbers):
+    """Returns the units of a step's integer sums, by query; without FIXED, ``numbers``, which are not read."""
     units = numbers
     if p.SHAPE.FIXED:
-        units = p.unit.index(p.q.place(step))
-        if p.SHAPE.QUERIES == 128:
-            units = units.slice(GROUP * 64, 64)
-        units = units.load(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.COLUMNS, 16])))
+        units = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, PIECE_LAYOUT))
     return units
 
 
@@ -150,19 +144,19 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
             weights = p.scoring.times_derivative(weights, products, terms, position, tile.first)
         if LATE:
             dweights = warpgroup_mma_wait(0, deps=(started,))
-            if p.SHAPE.GROUP_PIECES > 1:
-                delta = p.delta.index(p.dout.place(step)).load(column)
+        if p.SHAPE.PARTS == 2 and LATE:
             # (3) dV += P^T dO
             started_dv = start_product(operand, dout, dv)
-            if p.SHAPE.GROUP_PIECES > 1:
-                p.dout.wait(step)
-            else:
-                delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)
+            delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)
         else:
             delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)
             # (3) dV += P^T dO
             started_dv = start_product(operand, dout, dv)
+        if not LATE:
             dweights = warpgroup_mma_wait(PRODUCTS, deps=(started,))
+        elif p.SHAPE.PARTS == 1:
+            # The assembler would serialize all products if delta were read here. This wait returns at once.
+            p.dout.wait(step)
         # dS = P (dP - delta)
         dscores = compute_dscores(p, weights, dweights, delta[None, :])
         if p.scoring.SIGNED:
@@ -177,7 +171,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
         if p.SHAPE.GROUP_PIECES == 1:
             # (5) dQ += dS K
             started_dq = _start_dq(p, own, other, step, turn, own.GROUP)
-            units = _load_units(p, step, delta, own.GROUP)
+            units = _load_units(p, step, delta)
             # (4) dK += dS^T Q
             started_dk = start_product(operand, q, dk)
             dv, dq = wait_for_both(started_dv, (started_dq,), PRODUCTS)
@@ -190,7 +184,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
             # (5) dQ += dS K
             started_dq = _start_dq(p, own, other, step, turn, 0)
             dv, dk = wait_for_both(started_dv, started_dk, 1)
-            units = _load_units(p, step, delta, own.GROUP)
+            units = _load_units(p, step, delta)
             p.q.release(step)
             dq = warpgroup_mma_wait(0, deps=(started_dq,))
             started_dq = _start_dq(p, own, other, step, turn, 1)
@@ -251,7 +245,7 @@ def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exis
         # (5) dQ += dS K
         sent = sent_before(p, step, own.GROUP)
         started_dq = _start_dq(p, own, other, step, turn, opaque_zero(step) + own.GROUP)
-        units = _load_units(p, step, delta, own.GROUP)
+        units = _load_units(p, step, delta)
         p.q.release(step)
         dq = warpgroup_mma_wait(0, deps=(started_dq,))
         _hand_over_dq(p, own, dq, units, sent)
@@ -288,12 +282,12 @@ def _add_head(p, own, other, tile, state, step, turn, batch_head, zeros):
 
 @gluon.jit
 def _new_state(p):
-    dv = new_sums(KEYS, p.SHAPE.DIM_V, p.SHAPE.USED_V)
+    dv = new_sums(p.SHAPE.KEYS, p.SHAPE.DIM_V, p.SHAPE.USED_V)
     if p.SHAPE.DIM > 128:
-        piece = gl.zeros([KEYS, 64], gl.float32, layout=PIECE_LAYOUT)
+        piece = gl.zeros([p.SHAPE.KEYS, 64], gl.float32, layout=PIECE_LAYOUT)
         dk = (piece, piece, piece)
     else:
-        dk = new_sums(KEYS, p.SHAPE.DIM, p.SHAPE.USED)
+        dk = new_sums(p.SHAPE.KEYS, p.SHAPE.DIM, p.SHAPE.USED)
     return dv, dk
 
 
@@ -301,12 +295,12 @@ def _new_state(p):
 def compute_part(p, own, other):
     """Runs a computing warp group."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.QUERIES, 16])
-    zeros = gl.zeros([KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
+    zeros = gl.zeros([p.SHAPE.KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
     step = 0
     turn = 0
     whole = p.scheduler.tile(turn)
     while whole.first >= 0:
-        tile = whole.part_from(own.GROUP * KEYS)
+        tile = whole.part_from(own.GROUP * p.SHAPE.KEYS)
         state = _new_state(p)
         p.k.wait(turn)
         p.v.wait(turn)
@@ -342,7 +336,7 @@ def _store_results(p, tile, dk, dv, turn, GROUP: gl.constexpr):
         for piece in gl.static_range(ACROSS):
             store_columns(p.k.stage(turn, opaque_zero(turn) + (GROUP * ACROSS + piece)), scale_sums((dk[piece],), p.scale))
     if p.SHAPE.OWN_STARTS:
-        if tile.stop - tile.first < KEYS:
+        if tile.stop - tile.first < p.SHAPE.KEYS:
             # TMA would also overwrite rows beyond the document's end, which belong to the next document.
             barrier()
             batch, head = p.heads.of(tile.batch_head)

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.gluon import opaque_zero, view
 from ..common.tiles import BITS, FULL, RUNS
-from .backward_arguments import KEYS
 from .backward_steps import (
     add_sums,
     compute_dscores,
@@ -93,7 +92,7 @@ def _add_weights(p, own, tile, state, step, last, turn, begin, end, exists, stre
         )
         operand = gl.convert_layout(round_weights(p, weights), operand_layout)
         if p.scoring.SIGNED:
-            ones = gl.full([KEYS, p.SHAPE.QUERIES], 1.0, gl.float32, layout=score_layout)
+            ones = gl.full([p.SHAPE.KEYS, p.SHAPE.QUERIES], 1.0, gl.float32, layout=score_layout)
             derivative = p.scoring.times_derivative(ones, scores, terms, position, tile.first)
             own.weights.stage(0, 1).store(_to_thread_order(derivative.to(dtype)))
         elif p.scoring.SCORED:
@@ -130,7 +129,7 @@ def _add_weights(p, own, tile, state, step, last, turn, begin, end, exists, stre
 def compute_weights(p, own):
     """Runs the warp group that computes weights and sums dV."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.QUERIES, 16])
-    zeros = gl.zeros([KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
+    zeros = gl.zeros([p.SHAPE.KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
     step = 0
     turn = 0
     tile = p.scheduler.tile(turn)
@@ -139,7 +138,7 @@ def compute_weights(p, own):
         p.k.wait(turn)
         p.q.wait(step)
         started = start_transposed_product(p.k.stage(turn), p.q.stage(step), zeros, p.SHAPE.USED)
-        state = (new_sums(KEYS, p.SHAPE.DIM_V, p.SHAPE.USED_V), warpgroup_mma_wait(0, deps=(started,)))
+        state = (new_sums(p.SHAPE.KEYS, p.SHAPE.DIM_V, p.SHAPE.USED_V), warpgroup_mma_wait(0, deps=(started,)))
         stream = p.dropout.stream(tile.batch_head)
         terms = p.scoring.load_head_terms(p.heads, tile.batch_head)
         if p.table.SPARSE:
@@ -165,7 +164,7 @@ def compute_gradients(p, own):
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.QUERIES, 16])
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     PRODUCTS: gl.constexpr = 1 if p.SHAPE.USED_V == p.SHAPE.DIM_V else 2
-    zeros = gl.zeros([KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
+    zeros = gl.zeros([p.SHAPE.KEYS, p.SHAPE.QUERIES], gl.float32, layout=score_layout)
     thread_order: gl.constexpr = _to_thread_order(zeros.to(dtype)).type.layout
     step = 0
     turn = 0
@@ -175,7 +174,7 @@ def compute_gradients(p, own):
         p.v.wait(turn)
         p.dout.wait(step)
         started = start_transposed_product(p.v.stage(turn), p.dout.stage(step), zeros, p.SHAPE.USED_V)
-        dk = new_sums(KEYS, p.SHAPE.DIM, p.SHAPE.USED)
+        dk = new_sums(p.SHAPE.KEYS, p.SHAPE.DIM, p.SHAPE.USED)
         operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         p.k.wait(turn)
