@@ -1,12 +1,12 @@
 """Records of the backward kernel for Hopper: what it is compiled for, and what its warps share.
 
-For each step of a tile of keys, the kernel computes five products, which comments number. Between these it computes P and dS:
+For each step of a tile of keys, the kernel computes five products and two pointwise steps, which comments number:
 
-    (1) S = Q K^T           P = exp2(S - lse)       lse, and the scale of S, in base 2
-    (2) dP = dO V^T         dS = P (dP - delta)     delta: the sum of dO * O over columns
+    (1) S = Q K^T           (a) P = exp2(S - lse)       lse, and the scale of S, in base 2
+    (2) dP = dO V^T         (b) dS = P (dP - delta)     delta: the sum of dO * O over columns
     (3) dV += P^T dO
     (4) dK += dS^T Q
-    (5) dQ += dS K                                  in global memory, as other tiles add to the same queries
+    (5) dQ += dS K                                      in global memory, as other tiles add to the same queries
 """
 
 from dataclasses import dataclass

@@ -53,7 +53,7 @@ def _add_steps(
         # (2) dP = dO V^T
         started = start_transposed_product(values, dout, zeros, p.SHAPE.USED)
         sent = step + turn
-        # P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
+        # (a) P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
         products = scores
         lse = load_lse(p, step, score_layout)
         weights = scores_to_weights(p, tile, products, lse, words, existing, stream, terms, position, KIND)
@@ -72,7 +72,7 @@ def _add_steps(
         started_dv = start_product(operand, dout, dv)
         # ``opaque_zero`` keeps the compiler from moving the load of delta before the product's start.
         delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)
-        # dS = P (dP - delta)
+        # (b) dS = P (dP - delta)
         dscores = compute_dscores(p, weights, dweights, delta[None, :])
         if p.scoring.SIGNED:
             dscores = p.scoring.times_derivative(dscores, products, terms, position, tile.first)

@@ -1,10 +1,11 @@
-"""The backward pass for Hopper at head_dim 65 to 192, with v of 65 to 128: tiles of 128 keys, shared by two warp groups.
+"""The computing warps of the backward pass for Hopper at head_dim 65 to 192, with v of 65 to 128: a warp group for each 64 keys of a
+tile.
 
 Each warp group computes the weights of its 64 keys, and their dK and dV. The groups share only dQ: each reads the gradients of
 scores of both groups, and computes some of the columns. While one group computes exponentials, the products of the other keep the
-tensor cores busy. ``backward_arguments`` numbers a step's products.
+tensor cores busy. Tiles of 64 keys have one group. ``backward_arguments`` numbers a step's products.
 
-Up to head_dim 128, each group computes half of dQ's columns. In a step's order of products, dQ comes before dK, and passes through
+Up to head_dim 128, each of two groups computes half of dQ's columns. In a step's order of products, dQ comes before dK, and passes through
 shared memory during dK's product, which reads only one operand there. From 129 on, dQ has three pieces of 64 columns, and the
 groups alternate in computing the third. In shared memory, q and k are then three tiles of 64 columns, without zeros.
 
@@ -49,8 +50,8 @@ PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 1
 
 @gluon.jit
 def sent_before(p, step, GROUP: gl.constexpr):
-    """Returns how many pieces of dQ a group has sent before a step: one in each step, and from head_dim 129 on the third in every
-    second step."""
+    """Returns how many pieces of dQ a group has sent before a step: the same number in each step, and from head_dim 129 on the third
+    in every second step."""
     if p.SHAPE.DIM > 128:
         sent = step + (step + (1 - GROUP)) // 2
     else:
@@ -60,8 +61,8 @@ def sent_before(p, step, GROUP: gl.constexpr):
 
 @gluon.jit
 def _start_dq(p, own, other, step, turn, piece):
-    """Starts the two products of a piece of a step's dQ. The second waits until the other group has stored its gradients of
-    scores."""
+    """Starts the products of a piece of a step's dQ, one for each group. The second waits until the other group has stored its
+    gradients of scores."""
     zeros = gl.zeros([p.SHAPE.QUERIES, COLUMNS], gl.float32, layout=PIECE_LAYOUT)
     started = warpgroup_mma(*_dq_operands(p, own, step, turn, piece), zeros, use_acc=False, is_async=True)
     if p.SHAPE.PARTS == 2:
@@ -123,8 +124,8 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
             words = mask_words(p, tile, entry, exists, KIND, score_layout)
         if p.dropout.ENABLED or p.scoring.SCORED:
             position = first_query(p, tile, entry, end, exists)
-        # These waits and the load of lse come before the products. Between them, they would queue behind a product's reads of
-        # shared memory.
+        # Unless LATE, these waits and the load of lse come before the products. Between them, they would queue behind a product's
+        # reads of shared memory.
         p.q.wait(step)
         if not LATE:
             lse = load_lse(p, step, score_layout)
@@ -136,7 +137,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
         products = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         if LATE:
             lse = load_lse(p, step, score_layout)
-        # P = exp2(S - lse)
+        # (a) P = exp2(S - lse)
         weights = scores_to_weights(p, tile, products, lse, words, existing, stream, terms, position, KIND)
         operand = gl.convert_layout(round_weights(p, weights), operand_layout)
         if p.scoring.SCORED and not p.scoring.SIGNED:
@@ -157,7 +158,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
         elif p.SHAPE.PARTS == 1:
             # The assembler would serialize all products if delta were read here. This wait returns at once.
             p.dout.wait(step)
-        # dS = P (dP - delta)
+        # (b) dS = P (dP - delta)
         dscores = compute_dscores(p, weights, dweights, delta[None, :])
         if p.scoring.SIGNED:
             dscores = p.scoring.times_derivative(dscores, products, terms, position, tile.first)
@@ -217,7 +218,7 @@ def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exis
         keys = stage_pieces(p.k, turn, opaque_zero(step) + own.GROUP * PIECES, PIECES)
         started = start_pieces_product(keys, stage_pieces(p.q, step, 0, PIECES), zeros, PIECES * 64)
         products = warpgroup_mma_wait(0, deps=(started,))
-        # P = exp2(S - lse)
+        # (a) P = exp2(S - lse)
         lse = load_lse(p, step, score_layout)
         weights = scores_to_weights(p, tile, products, lse, words, existing, 0, 0, entry, KIND)
         pairs = to_pairs(weights, dtype)
@@ -229,7 +230,7 @@ def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exis
         # (3) dV += P^T dO
         started_dv = warpgroup_mma(from_pairs(pairs, dtype, of_dv), dout, dv[0], is_async=True)
         dweights = warpgroup_mma_wait(1, deps=(started,))
-        # dS = P (dP - delta). Uses the weights in 16 bits, as weights in 32 bits would take registers beside all sums.
+        # (b) dS = P (dP - delta). Uses the weights in 16 bits, as weights in 32 bits would take registers beside all sums.
         pairs = multiply_pairs(pairs, dweights, dtype)
         own.dscores.stage(step).store(from_pairs(pairs, dtype, score_layout))
         operand = from_pairs(pairs, dtype, of_dk)

@@ -1,4 +1,4 @@
-"""The backward pass for Hopper at head_dim 129 to 256: two warp groups with different roles, tiles of 64 keys, 64 queries a step.
+"""The computing warps of the backward pass for Hopper at head_dim 129 to 256: two roles, tiles of 64 keys, 64 queries a step.
 
 The first warp group computes weights, dQ, and sums of dV. The second computes gradients of scores, and sums of dK. Each holds the
 left operand of its sums in registers, and reads only the right operand from shared memory. Weights pass from the first group to the
@@ -86,7 +86,7 @@ def _add_weights(p, own, tile, state, step, last, turn, begin, end, exists, stre
         position = entry
         if p.dropout.ENABLED or p.scoring.SCORED:
             position = first_query(p, tile, entry, end, exists)
-        # P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
+        # (a) P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
         weights = scores_to_weights(
             p, tile, scores, load_lse(p, step, score_layout), words, existing, stream, terms, position, KIND
         )
@@ -184,7 +184,7 @@ def compute_gradients(p, own):
             own.weights.wait(step + turn)
             passed = own.weights.stage(opaque_zero(step)).load(thread_order)
             weights = gl.convert_layout(_from_thread_order(passed), score_layout).to(gl.float32)
-            # dS = P (dP - delta), where the previous step has computed (2) dP = dO V^T
+            # (b) dS = P (dP - delta), where the previous step has computed (2) dP = dO V^T
             dscores = compute_dscores(p, weights, dweights, delta)
             if p.scoring.SIGNED:
                 passed = own.weights.stage(opaque_zero(step), 1).load(thread_order)
