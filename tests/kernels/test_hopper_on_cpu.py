@@ -31,7 +31,7 @@ pytestmark = [
 ]
 parametrize = pytest.mark.parametrize
 
-# Up to 96, two warp groups do the same. Above, each has a role in the backward pass.
+# Up to 64, two warp groups share a role in the backward pass. Above, each has its role.
 TO_128 = {"dense, ragged": 64, "causal": 64, "whole blocks": 40, "blocks of 64": 64, "empty rows and columns": 80}
 TO_128 |= {"one document": 128, "bits": 96, "blocks of 256": 128}
 CASES = [(mask, dim, dim, False) for mask, dim in TO_128.items()]

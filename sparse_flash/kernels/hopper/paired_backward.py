@@ -1,13 +1,12 @@
-"""The computing warps of the backward pass for Hopper at head_dim 65 to 192, with v of 65 to 128: a warp group for each 64 keys of a
-tile.
+"""The computing warps of the backward pass for Hopper at head_dim 65 to 192, with v of 65 to 128: a warp group for each 64 keys.
 
 Each warp group computes the weights of its 64 keys, and their dK and dV. The groups share only dQ: each reads the gradients of
 scores of both groups, and computes some of the columns. While one group computes exponentials, the products of the other keep the
 tensor cores busy. Tiles of 64 keys have one group. ``backward_arguments`` numbers a step's products.
 
-Up to head_dim 128, each of two groups computes half of dQ's columns. In a step's order of products, dQ comes before dK, and passes through
-shared memory during dK's product, which reads only one operand there. From 129 on, dQ has three pieces of 64 columns, and the
-groups alternate in computing the third. In shared memory, q and k are then three tiles of 64 columns, without zeros.
+Up to head_dim 128, each of two groups computes half of dQ's columns. In a step's order of products, dQ comes before dK, and passes
+through shared memory during dK's product, which reads only one operand there. From 129 on, dQ has three pieces of 64 columns, and
+the groups alternate in computing the third. In shared memory, q and k are then three tiles of 64 columns, without zeros.
 
 The gradients of scores have two stages. No barrier releases a stage: a group stores its gradients of step n + 2 only after the
 other group has stored its gradients of step n + 1. By then the other group has waited for its dQ of step n.
@@ -50,8 +49,8 @@ PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 1
 
 @gluon.jit
 def sent_before(p, step, GROUP: gl.constexpr):
-    """Returns how many pieces of dQ a group has sent before a step: the same number in each step, and from head_dim 129 on the third
-    in every second step."""
+    """Returns how many pieces of dQ a group has sent before a step. From head_dim 129 on, it sends the third piece in every second
+    step."""
     if p.SHAPE.DIM > 128:
         sent = step + (step + (1 - GROUP)) // 2
     else:
