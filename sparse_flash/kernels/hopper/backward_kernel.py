@@ -319,10 +319,16 @@ def _run_narrow(p):
 
 @gluon.jit
 def _new_group(p, GROUP: gl.constexpr):
-    dscores = allocate_tiles(p.inputs.q.dtype, p.SHAPE.PARTS, p.SHAPE.QUERIES, p.SHAPE.KEYS)
+    # No barrier may be without use. Triton gives its memory to others, such as the scheduler's queue, while it is a barrier.
+    tiles = allocate_tiles(p.inputs.q.dtype, p.SHAPE.PARTS, p.SHAPE.QUERIES, p.SHAPE.KEYS)
+    dscores = p.k
+    done = p.k
+    if p.SHAPE.PARTS == 2:
+        dscores = new_linked_ring(p.q, tiles, 2)
+        done = new_linked_ring(p.k, p.k.data, 1)
     dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.SENT_ROWS, 256], p.grads.dq_rows.layout)
-    done, ready = new_linked_ring(p.k, p.k.data, 1), new_linked_ring(p.k, p.k.data, 1)
-    return PairedGroup(new_ring(dscores, p.SHAPE.PARTS), new_ring(dq, 1), done, ready, GROUP)
+    ready = new_linked_ring(p.k, p.k.data, 1)
+    return PairedGroup(tiles, dscores, new_ring(dq, 1), done, ready, GROUP)
 
 
 @gluon.jit
@@ -365,8 +371,8 @@ def _run_wide(p):
     DQ_STAGES: gl.constexpr = 3 - PASSED
     dq = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, p.SHAPE.SENT_ROWS, 256], p.grads.dq_rows.layout)
     own = WideBuffers(
-        weights=new_ring(weights, 1, PIECES=PASSED),
-        dscores=new_ring(dscores, 1),
+        weights=new_linked_ring(p.q, weights, 1, PIECES=PASSED),
+        dscores=new_linked_ring(p.q, dscores, 1),
         dq=new_ring(dq, DQ_STAGES),
         dk=new_linked_ring(p.k, p.k.data, 1),
         dv=new_linked_ring(p.v, p.v.data, 1),

@@ -73,7 +73,7 @@ def _start_dq(p, own, other, step, turn, piece):
 @gluon.jit
 def _dq_operands(p, group, step, turn, piece):
     """Returns the gradients of scores of a group, and a piece of its keys."""
-    dscores = group.dscores.stage(step)
+    dscores = group.tiles.index(step % p.SHAPE.PARTS)
     if p.SHAPE.DIM > 128:
         operands = dscores.permute((1, 0)), p.k.stage(turn, piece + group.GROUP * p.SHAPE.ACROSS)
     else:
@@ -163,10 +163,13 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
             dscores = p.scoring.times_derivative(dscores, products, terms, position, tile.first)
         dscores = dscores.to(dtype)
         # Keys lie along the rows of the buffer, as in dQ's product, so the tensor cores read its left operand without a transpose.
-        own.dscores.stage(step).permute((1, 0)).store(dscores)
+        own.tiles.index(step % p.SHAPE.PARTS).permute((1, 0)).store(dscores)
         operand = gl.convert_layout(dscores, operand_layout)
         fence_async_shared()
-        own.dscores.commit(step)
+        if p.SHAPE.PARTS == 2:
+            own.dscores.commit(step)
+        else:
+            barrier()
         sent = sent_before(p, step, own.GROUP)
         if p.SHAPE.GROUP_PIECES == 1:
             # (5) dQ += dS K
@@ -231,7 +234,7 @@ def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exis
         dweights = warpgroup_mma_wait(1, deps=(started,))
         # (b) dS = P (dP - delta). Uses the weights in 16 bits, as weights in 32 bits would take registers beside all sums.
         pairs = multiply_pairs(pairs, dweights, dtype)
-        own.dscores.stage(step).store(from_pairs(pairs, dtype, score_layout))
+        own.tiles.index(step % 2).store(from_pairs(pairs, dtype, score_layout))
         operand = from_pairs(pairs, dtype, of_dk)
         # (4) dK += dS^T Q
         started_sums = (started_dv,)
