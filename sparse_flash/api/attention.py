@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from ..dispatch import operators
-from ..dispatch.call import AttentionCall
+from ..core import operators
+from ..core.call import AttentionCall
+from ..core.definition import with_sinks
+from ..core.variant import ScoreFunction
 from ..masks.block_mask import BlockMask
 from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
 from ..selection.operators import attend_to_picks, block_lse
-from ..variant.definition import with_sinks
-from ..variant.variant import ScoreFunction
 from .call import build_call, observe
-from .keywords import answers_unknown_keywords, keyword_error
+from .keywords import advises
 
 
-@answers_unknown_keywords(keyword_error)
+@advises
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -8,12 +8,25 @@ from typing import Any
 
 import torch
 
-from .. import backends
 from ..choosers.choose import chosen_in_graph, chosen_mask
 from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
-from ..dispatch import operators
-from ..dispatch.call import AttentionCall, ChosenBlocks, prepare, repeat
+from ..core import backends, operators
+from ..core.arguments import (
+    autocast_applies,
+    callers_level,
+    cast_for_autocast,
+    check_mask,
+    check_precision,
+    check_tensors,
+    check_types,
+    looks_transposed,
+    resolve_deterministic,
+    resolve_scale,
+    stand_in_for_empty_batch,
+)
+from ..core.call import AttentionCall, ChosenBlocks, prepare, repeat
+from ..core.variant import LENGTHS, Variant, build_variant, describe_variant
 from ..kernels.common.layout import layouts
 from ..masks.block_mask import BlockMask, compile_cached, convert_foreign_mask
 from ..masks.cache import to_traceable
@@ -22,22 +35,7 @@ from ..masks.fit import check_known_end
 from ..masks.memory import cached_until_cleared, register_clear
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern, short_text
-from ..selection.block_selection import BlockSelection
-from ..variant.variant import LENGTHS, Variant, build_variant, describe_variant
-from .arguments import (
-    autocast_applies,
-    callers_level,
-    cast_for_autocast,
-    check_mask,
-    check_precision,
-    check_selection,
-    check_tensors,
-    check_types,
-    looks_transposed,
-    resolve_deterministic,
-    resolve_scale,
-    stand_in_for_empty_batch,
-)
+from ..selection.block_selection import BlockSelection, check_selection
 from .shared import SharedSequence
 
 # Called with the mask, q and k of each call outside of graphs, while a model's masks are recorded. A mask is what ``attention``
@@ -50,8 +48,6 @@ def observe(mask: object, q: torch.Tensor, k: torch.Tensor) -> None:
     for observer in observers:
         observer(mask, *(operators.documents_as_batch(t) if t.dim() == 3 else t for t in (q, k)))
 
-
-DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 
 # From ``layouts`` that ``check_tensors`` or ``check_decoding_tensors`` has passed to an object that replaces them in keys, as its
 # hash takes no time. At _MOST entries, all are dropped.
@@ -193,10 +189,10 @@ def _choose(
 def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
     """The pattern's table for these lengths; where the operator is visible, the pattern's spec text if it has one."""
     if not operators.needs_operator():
-        return compile_cached(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
+        return compile_cached(pattern, q_len, kv_len, operators.DEFAULT_BLOCK_SIZE, device)
     # Not through as_block_mask, which torch.compile would trace into its dispatch.
     text = text_of(pattern)
-    return compile_cached(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text
+    return compile_cached(pattern, q_len, kv_len, operators.DEFAULT_BLOCK_SIZE, device) if text is None else text
 
 
 def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:

@@ -8,16 +8,14 @@ import torch
 
 from ..choosers.choose import chosen_mask
 from ..choosers.report import report_of
+from ..core.arguments import cast_for_autocast, check_tensors, check_types, resolve_scale, stand_in_for_empty_batch
+from ..core.variant import build_variant
 from ..masks.cache import to_traceable
 from ..masks.chooser import has_choosers
 from ..masks.fit import check_known_end
 from ..masks.pattern import Pattern
-from ..variant.variant import build_variant
-from .arguments import cast_for_autocast, check_tensors, check_types, resolve_scale, stand_in_for_empty_batch
-from .keywords import answers_unknown_keywords, chooser_keyword_error
 
 
-@answers_unknown_keywords(chooser_keyword_error)
 def choose_blocks(
     spec: Pattern | str,
     q: torch.Tensor,

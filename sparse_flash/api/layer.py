@@ -14,116 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .. import backends
+from ..core import backends
+from ..core.arguments import resolve_deterministic
+from ..core.results import compute_dtype
+from ..core.variant import check_counts, check_dropout
+from ..decoding.arguments import MAX_QUERIES
+from ..decoding.cache import KeyValueCache
+from ..decoding.masks import can_decode
 from ..masks.block_mask import BlockMask, convert_foreign_mask
 from ..masks.chooser import has_choosers, without_choosers
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern, short_text
 from ..selection.block_selection import BlockSelection
-from ..variant.variant import check_counts, check_dropout
-from .arguments import resolve_deterministic
+from ..selection.query_choice import QueryChoice
 from .attention import attention
-from .decode import attention_decode, can_decode
-from .decoding_arguments import MAX_QUERIES
+from .decode import attention_decode
 from .shared import SharedSequence
-from .topk_selections import QueryChoice
 
 # (q, k), both (batch, heads or kv_heads, tokens, head_dim), rotated -> which blocks of keys each query attends to
 Select: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection]
-
-
-class KeyValueCache:
-    """The keys and values of the tokens seen so far, for one layer. Allocates room for ``length`` tokens at once.
-
-    keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room. room: both, (batch, kv_heads, length, head_dim).
-    dtype: of the room. torch.float8_e4m3fn takes half the memory of bfloat16. Each token of a head then has a scale of its own, so
-    later tokens may be larger than all so far, and none is clipped or stored anew. Each access computes ``keys`` and ``values``
-    anew, in float32. scales: of keys and of values, (batch, kv_heads, length) float32; None for other dtypes.
-    v_head_dim: head_dim of the values; that of the keys by default.
-    """
-
-    def __init__(
-        self,
-        batch: int,
-        kv_heads: int,
-        length: int,
-        head_dim: int,
-        *,
-        v_head_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        widths = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
-        check_counts(batch=batch, kv_heads=kv_heads, length=length, **widths)
-        if dtype not in (None, backends.E4M3, torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise ValueError(f"dtype must be a floating-point type of 16 bits or more, or torch.float8_e4m3fn; got {dtype}")
-        self.room = tuple(torch.zeros(batch, kv_heads, length, width, dtype=dtype, device=device) for width in widths.values())
-        self.tokens, self.scales = 0, None
-        if dtype == backends.E4M3:
-            self.scales = tuple(torch.zeros(batch, kv_heads, length, device=device, dtype=torch.float32) for _ in "kv")
-
-    @property
-    def length(self) -> int:
-        return self.room[0].shape[2]
-
-    @property
-    def keys(self) -> torch.Tensor:
-        return self._read_tokens(self.tokens, 0, torch.float32)
-
-    @property
-    def values(self) -> torch.Tensor:
-        return self._read_tokens(self.tokens, 1, torch.float32)
-
-    def _read_tokens(self, tokens: int, which: int, dtype: torch.dtype) -> torch.Tensor:
-        """The room's first tokens, keys or values; e4m3 ones in this dtype."""
-        stored = self.room[which][:, :, :tokens]
-        return stored if self.scales is None else backends.dequantized(stored, self.scales[which][:, :, :tokens], dtype)
-
-    def held(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Keys and values of the room's first tokens as they are stored, and their scales as ``attention_decode`` takes them."""
-        k, v = (room[:, :, :tokens] for room in self.room)
-        scales = () if self.scales is None else (scale[:, :, :tokens] for scale in self.scales)
-        return k, v, dict(zip(("k_scale", "v_scale"), scales, strict=False))
-
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does ``store``, and returns ``keys`` and ``values``, in k's dtype if they are e4m3."""
-        self.store(k, v)
-        return self._read_tokens(self.tokens, 0, k.dtype), self._read_tokens(self.tokens, 1, k.dtype)
-
-    def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients.
-        Raises ValueError if they do not fit, TypeError for wrong types."""
-        self.tokens = self._write(k, v)
-
-    def _write(self, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Writes k and v after the tokens seen so far, and returns how many tokens there are with them. ``tokens`` stays, so that a
-        call that fails after this one leaves the cache as it was."""
-        for name, tensor in (("k", k), ("v", v)):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
-        tokens: int | str = k.shape[2] if k.dim() == 4 else "tokens"
-        wanted = [(*room.shape[:2], tokens, room.shape[3]) for room in self.room]
-        if [tuple(k.shape), tuple(v.shape)] != wanted:
-            raise ValueError(
-                f"k and v must have shapes {wanted[0]} and {wanted[1]}, as the cache was made for; got {tuple(k.shape)} and "
-                f"{tuple(v.shape)}"
-            )
-        stop = self.tokens + k.shape[2]
-        if stop > self.length:
-            raise ValueError(f"the cache has room for {self.length} tokens and holds {self.tokens}; {k.shape[2]} more do not fit")
-        for which, new in enumerate((k.detach(), v.detach())):
-            if self.scales is not None:
-                new = new.float()
-                # The largest number of a token is stored as the largest of e4m3; a token of zeros as zeros.
-                scale = torch.linalg.vector_norm(new, torch.inf, -1).div_(448.0).clamp_(min=2.0**-126)
-                self.scales[which][:, :, self.tokens : stop] = scale
-                new = new / scale[..., None]
-            self.room[which][:, :, self.tokens : stop] = new
-        return stop
-
-    def reset(self) -> None:
-        """Forgets all tokens; the room stays."""
-        self.tokens = 0
 
 
 class SparseAttention(nn.Module):
@@ -329,7 +238,7 @@ class SparseAttention(nn.Module):
         v = _split_heads(self.v_proj(x), self.v_head_dim)
         if self.rotary_base is not None:
             first = cache.tokens if cache else 0
-            exact = backends.compute_dtype(x)
+            exact = compute_dtype(x)
             later = torch.arange(first, first + x.shape[1], dtype=exact, device=x.device)
             rotation = _rotation(later if self._plan is None else self._plan.positions.to(exact), self.head_dim, self.rotary_base)
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)

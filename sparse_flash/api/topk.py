@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import operator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..backends.torch import block_means, without_autocast
-from ..choosers.choose import mask_by_scores
+from ..choosers.choose import mask_by_means
+from ..core.operators import DEFAULT_BLOCK_SIZE
 from ..masks.block_mask import BlockMask
 from ..masks.chooser import check_keep
-from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
 from ..selection.choice import COMPRESSED
-from .arguments import check_tensors, stand_in_for_empty_batch
-from .call import DEFAULT_BLOCK_SIZE
-from .topk_selections import (
+from ..selection.query_choice import (
     QueryChoice,
     check_choice,
     check_q_and_k,
@@ -121,7 +116,7 @@ def topk_blocks(
             given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
             if any(given.values()):
                 raise ValueError(f"{', '.join(name for name in given if given[name])} needs a choice for each query; pass every=1")
-            return _choose_mask(*check_q_and_k(q, k), keep, block_size, within, always, share_group)
+            return mask_by_means(*check_q_and_k(q, k), keep, block_size, within, always, share_group)
     elif has_within or q_len is not None or kv_len is not None:
         raise ValueError("within, q_len and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
     elif has_compression or score == COMPRESSED:
@@ -146,26 +141,3 @@ def topk_blocks(
     if q_len is not None or kv_len is not None:
         raise ValueError("q_len and kv_len follow from q and k; pass them only with scores=")
     return select_by_query(q, k, choice)
-
-
-def _choose_mask(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    keep: int | float,
-    block_size: int,
-    within: Pattern | str | BlockMask | None,
-    always: Pattern | str | BlockMask | None,
-    share_group: bool,
-) -> BlockMask:
-    """Returns the mask of the blocks that blocks of queries choose: see ``topk_blocks``."""
-    q, k, _ = stand_in_for_empty_batch(q, k, k)
-    check_tensors(q, k, k)
-    # Plain numbers instead of symbolic lengths: a graph holds the mask of one length.
-    grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), block_size)
-    group = q.shape[1] // k.shape[1]
-    queries = torch.unflatten(block_means(q, block_size), 1, (-1, group))
-    queries = queries.mean(2, keepdim=True) if share_group else queries
-    with without_autocast(q):
-        scores = queries.flatten(2, 3) @ block_means(k, block_size).mT
-    mask = mask_by_scores(torch.unflatten(scores, 2, queries.shape[2:4]).flatten(1, 2), grid, within, always, keep)
-    return replace(mask, mask_index=mask.mask_index.repeat_interleave(group, 1)) if share_group else mask

@@ -10,28 +10,28 @@ import numpy as np
 import torch
 
 from ..compat.pytorch import is_plain_eager
-from ..dispatch import operators
-from ..dispatch.call import AttentionCall
+from ..core import operators
+from ..core.arguments import cast_for_autocast, check_types, resolve_deterministic
+from ..core.call import AttentionCall
 from ..kernels.common.layout import layouts
 from ..masks.block_mask import BlockMask
 from ..masks.cache import to_traceable
 from ..masks.fit import check_fit, parse_if_names_tokens
 from ..masks.pattern import Pattern
+from ..packed.arguments import check_packed, to_documents
 from ..packed.in_place import build_packed_mask
 from ..packed.kept import kept_of_documents
 from ..packed.repack import Axis, Packed, PackedDocuments, repack_documents
 from ..selection.block_selection import BlockSelection
-from ..selection.packed_selection import PackedSelection
-from .arguments import cast_for_autocast, check_types, resolve_deterministic
+from ..selection.packed_selection import PackedSelection, check_packed_selection
 from .attention import attention
 from .call import build_call, observe
-from .document_arguments import check_packed, resolve_longest, to_documents
-from .keywords import answers_unknown_keywords, keyword_error
+from .keywords import advises
 
 _HASHABLE = {int, float, bool, str, np.int32, np.int64, type(None)}
 
 
-@answers_unknown_keywords(keyword_error)
+@advises
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -90,7 +90,7 @@ def attention_varlen(
     options: dict[str, Any] = {"scale": scale, "return_lse": True, "deterministic": deterministic, "backend": backend}
     if isinstance(mask, PackedSelection):
         check_packed(q, k, v)
-        _check_packed_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        check_packed_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         selection, axis = mask.to_block_axis()
         q, k, v = map(axis.to_blocks, (q, k, v))
         results = attention(q, k, v, selection, return_block_lse=return_block_lse, **options)
@@ -179,38 +179,6 @@ def _has_same_documents(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) 
     if not all(isinstance(starts, torch.Tensor) and starts.device.type == "cpu" for starts in both) or not is_plain_eager(*both):
         return False
     return cu_seqlens_q.tolist() == cu_seqlens_k.tolist()
-
-
-def _check_packed_selection(
-    selection: PackedSelection,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    longest_q: int | None,
-    longest_k: int | None,
-) -> None:
-    """Raises ValueError where a selection was not made for these documents, TypeError for wrong types."""
-    given_lengths = {"q": longest_q} if longest_k is None else {"q": longest_q, "k": longest_k}
-    for name, given in given_lengths.items():
-        longest = resolve_longest(name, q, cu_seqlens_q, given)
-        if given is not None and longest != selection.longest:
-            raise ValueError(f"max_seqlen_{name} must be the selection's, {selection.longest}; got {longest}; leave it out")
-    ours, same = selection.cu_seqlens, cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
-    if not same or len(k) != len(q):
-        raise ValueError(
-            f"a PackedSelection is of queries and keys of the same tokens; got {len(q)} and {len(k)}; leave cu_seqlens_k out"
-        )
-    if selection.picks.device != q.device or (selection.tokens, len(ours)) != (len(q), len(cu_seqlens_q)):
-        raise ValueError(
-            f"the selection is of {selection.tokens} tokens in {len(ours) - 1} documents on {selection.picks.device}; got "
-            f"{len(q)} in {len(cu_seqlens_q) - 1} on {q.device}; choose again for these"
-        )
-    if selection.heads not in (k.shape[1], q.shape[1]):
-        raise ValueError(f"picks must be of {k.shape[1]} key heads or {q.shape[1]} query heads; got {tuple(selection.picks.shape)}")
-    # On a GPU the values are not known to the host.
-    if q.device.type == "cpu" and is_plain_eager(q, ours) and ours.tolist() != cu_seqlens_q.tolist():
-        raise ValueError("cu_seqlens_q must be the documents that the selection was made for; got others; choose again for these")
 
 
 def _unpack_results(

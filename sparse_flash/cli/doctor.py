@@ -61,7 +61,7 @@ def _versions_text(torch: str, gpu: bool) -> Text:
 
 def _tile_sizes(device) -> str:
     """Says how the tile sizes of the portable kernels on this GPU were chosen."""
-    from sparse_flash.backends import triton
+    from sparse_flash.core import triton
 
     if reason := triton.why_unavailable():
         return f"none: {reason}"
@@ -75,7 +75,7 @@ def _typical_calls() -> list[tuple[str, object]]:
     """Typical calls, named by their special feature."""
     import torch
 
-    from sparse_flash.backends import Call
+    from sparse_flash.core.description import Call
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
@@ -96,7 +96,7 @@ def _typical_calls() -> list[tuple[str, object]]:
 
 
 def _back_ends() -> Table:
-    from sparse_flash import backends
+    from sparse_flash.core import backends
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("call", *backends.NAMES):
@@ -110,7 +110,7 @@ def _back_ends() -> Table:
 
 
 def _ask(name: str, question: str, *arguments) -> str | None:
-    from sparse_flash import backends
+    from sparse_flash.core import backends
 
     try:
         return getattr(backends.get_backend(name), question)(*arguments)

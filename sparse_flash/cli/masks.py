@@ -127,7 +127,7 @@ def explain(
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
     import sparse_flash
-    from sparse_flash.backends import E4M3
+    from sparse_flash.core.caches import E4M3
 
     with user_errors():
         call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "q_len": q_len, "kv_len": kv_len}

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from ..api.arguments import check_types
 from ..api.attention import attention
+from ..core.arguments import check_types
 from ..masks.block_mask import BlockMask
 from ..masks.pattern import Pattern
 

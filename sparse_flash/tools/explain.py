@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from ..choosers.choose import mask_by_scores
-from ..dispatch.flops import forward_flops
+from ..core.flops import forward_flops
+from ..core.variant import check_counts
 from ..masks.block_mask import BlockMask
 from ..masks.chooser import choices_of, has_choosers
 from ..masks.fit import named_len
@@ -18,7 +19,6 @@ from ..masks.pattern import Pattern
 from ..masks.table import PartialBlocks
 from ..masks.tiles import dense_batches
 from ..selection.block_selection import BlockSelection
-from ..variant.variant import check_counts
 from .explanation import CallSpec, Explanation, RoughTime, estimate_time, explain_call, explain_selection, explain_video, unit_of
 from .subject import resolve_mask
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..backends import E4M3, hopper, triton
-from ..dispatch.flops import forward_flops
+from ..core import hopper, triton
+from ..core.caches import E4M3
+from ..core.flops import forward_flops
 from ..kernels.common.config import padded_head_dim
 from ..masks.block_mask import BlockMask
 from ..masks.costs import GPUS, Counts, pass_us

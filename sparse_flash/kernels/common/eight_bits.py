@@ -1,4 +1,4 @@
-"""The numbers of attention in e4m3, shared by its kernels and its definition (``variant.eight_bits``). Imports no Triton."""
+"""The numbers of attention in e4m3, shared by its kernels and its definition (``core.eight_bits``). Imports no Triton."""
 
 from .config import padded_head_dim
 

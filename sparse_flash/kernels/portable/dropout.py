@@ -1,4 +1,4 @@
-"""Dropout's mask of a tile, regenerated wherever it is needed: see ``variant.definition.kept_by_dropout``."""
+"""Dropout's mask of a tile, regenerated wherever it is needed: see ``core.definition.kept_by_dropout``."""
 
 import triton
 import triton.language as tl

@@ -24,7 +24,9 @@ from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask, dense_mask
 from ..masks.grid import BlockGrid
 from ..masks.memory import register_clear
-from ..variant.definition import (
+from . import aten_cpu
+from .caches import cache_capacity, check_pages, dequantized
+from .definition import (
     Pairs,
     add_bias_gradient,
     clear_nonexistent,
@@ -34,8 +36,8 @@ from ..variant.definition import (
     modify_scores,
     with_sinks,
 )
-from ..variant.eight_bits import EIGHT_BITS
-from . import aten_cpu, cache_capacity, check_pages, compute_dtype, dequantized, lse_to_subtract, zero_keyless_queries
+from .eight_bits import EIGHT_BITS
+from .results import compute_dtype, lse_to_subtract, zero_keyless_queries
 
 # Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
 # many take a fifth longer on two cores, as every operation waits for its slowest thread.

@@ -9,10 +9,10 @@ import torch
 
 from ..compat.constants import constant_in_graphs
 from ..kernels.common.layout import is_addressable
-from ..variant.eight_bits import EIGHT_BITS
-from ..variant.variant import LEARNED, LENGTHS, ScoreFunction
-from . import Call, eight_bits_refusal, feature_refusal
 from . import triton as triton_backend
+from .description import Call, eight_bits_refusal, feature_refusal
+from .eight_bits import EIGHT_BITS
+from .variant import LEARNED, LENGTHS, ScoreFunction
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 257)  # of q and k, and of v

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import backends
 from ..kernels.common.layout import layouts
 from ..kernels.launch.memory import keep, prepared_under
 from ..masks.block_mask import BlockMask
-from ..variant.variant import Variant, refill_variant
+from . import backends
+from .description import Call
+from .variant import Variant, refill_variant
 
 
 class ChosenBlocks(NamedTuple):
@@ -114,7 +115,7 @@ def prepare(
     backend = call.backend
     if not (isinstance(call.table, str) or torch.compiler.is_compiling()):
         block_size = None if call.table is None else call.table.block_size
-        of_call = backends.Call.from_tensors(*call[:3], block_size, call.variant, call.deterministic, call.precision)
+        of_call = Call.from_tensors(*call[:3], block_size, call.variant, call.deterministic, call.precision)
         backend = backends.choose_backend(backend, of_call)
     launches: dict[Any, Any] | None = None
     if known is not None and backend != "auto":  # which stays if a graph breaks within this function

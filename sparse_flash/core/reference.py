@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from ..kernels.common.layout import empty_out
-from ..variant.definition import (
+from .caches import check_pages, dequantized
+from .definition import (
     Pairs,
     add_bias_gradient,
     clear_nonexistent,
@@ -19,8 +20,9 @@ from ..variant.definition import (
     kept_by_dropout,
     modify_scores,
 )
-from ..variant.eight_bits import EIGHT_BITS, attention_in_eight_bits
-from . import check_pages, compute_dtype, dequantized, eight_bits_refusal, lse_to_subtract
+from .description import eight_bits_refusal
+from .eight_bits import EIGHT_BITS, attention_in_eight_bits
+from .results import compute_dtype, lse_to_subtract
 
 
 def supports(call) -> str | None:

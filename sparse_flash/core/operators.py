@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.library import CustomOpDef
 
-from .. import backends
 from ..compat.names import operator_name
 from ..compat.pytorch import (
     active_modes,
@@ -26,14 +25,17 @@ from ..compat.pytorch import (
     is_plain_eager,
     resolve_apply,
 )
+from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask, check_batch_and_heads, compile_cached, from_block_maps, resolve_within
 from ..masks.cache import keep_if_captured
 from ..masks.grid import BlockGrid
-from ..variant.definition import sink_gradient, with_sinks
-from ..variant.variant import NO_VARIANT, Variant
+from . import backends
 from .call import AttentionCall, ChosenBlocks, prepare
+from .definition import sink_gradient, with_sinks
+from .results import compute_dtype, zero_keyless_queries
+from .variant import NO_VARIANT, Variant
 
-PATTERN_BLOCK_SIZE = 128  # tokens, in the tables of patterns
+DEFAULT_BLOCK_SIZE = 128  # tokens, in the tables of patterns
 NOTHING = "nothing"  # the back end of calls with nothing to compute
 
 
@@ -82,8 +84,8 @@ def make_empty_results(q, k, v, variant: Variant | None):
     """The results without queries or keys; no kernel runs, and gradients but those of sinks are 0."""
     learned = [variant.rel_bias] if variant is not None and variant.learned else []
     zero = sum(t.flatten()[:0].float().sum() for t in (q, k, v, *learned))
-    lse = q.new_full(q.shape[:3], float("-inf"), dtype=backends.compute_dtype(q))
-    out, lse = torch.zeros_like(backends.empty_out(q, v.shape[3])) + zero, lse + zero.to(lse.dtype)
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=compute_dtype(q))
+    out, lse = torch.zeros_like(empty_out(q, v.shape[3])) + zero, lse + zero.to(lse.dtype)
     return (out, lse) if variant is None or variant.sinks is None else with_sinks(out, lse, variant.sinks, variant)
 
 
@@ -115,7 +117,7 @@ def _to_operator_args(table: BlockMask | ChosenBlocks | str | None, q: torch.Ten
     if isinstance(table, ChosenBlocks):
         return [table.bits], table.block_size, table.within
     if isinstance(table, str):
-        return [q], PATTERN_BLOCK_SIZE, table
+        return [q], DEFAULT_BLOCK_SIZE, table
     return ([q], 0, "") if table is None else (table.tensors(), table.block_size, "")
 
 
@@ -243,7 +245,7 @@ def prepare_upstream(
     """The gradients of out and lse as back ends take them: zeros for out if only lse is differentiated, and for the lse of queries
     that keep nothing. Raises as ``refuse_batched`` does."""
     refuse_batched(dlse if dout is None else dout)
-    dlse = None if dlse is None else backends.zero_keyless_queries(dlse, lse)
+    dlse = None if dlse is None else zero_keyless_queries(dlse, lse)
     return torch.zeros_like(out) if dout is None else dout, dlse
 
 
@@ -314,7 +316,7 @@ def _forward(q, k, v, *call):
 
 @_forward.register_fake
 def _fake_results(q, k, v, *call):
-    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=backends.compute_dtype(q))
+    return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
 @_define_operator("attention_in_eight_bits", f"Tensor q, Tensor k, Tensor v, {_MASK}, float? scale, str backend")

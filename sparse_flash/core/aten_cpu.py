@@ -14,7 +14,7 @@ import torch
 
 from ..compat.pytorch import cpu_attention, cpu_attention_backward
 from ..masks.tiles import unique_rows
-from . import merge_results
+from .results import merge_results
 
 _WIDEST = 2048  # keys per piece: merging a row's pieces takes a synchronizing operation per piece
 _GATHERED = 1 << 21  # key elements that a call copies, per thread: 20 ms of its work at head_dim 64 and blocks of 128

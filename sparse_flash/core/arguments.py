@@ -9,13 +9,12 @@ import warnings
 
 import torch
 
-from .. import backends
 from ..compat.names import PACKAGE
 from ..compat.pytorch import is_distributed
 from ..masks.block_mask import BlockMask, check_batch_and_heads
-from ..selection.block_selection import BlockSelection
-from ..variant.eight_bits import PRECISIONS
-from ..variant.variant import check_number
+from .caches import E4M3
+from .eight_bits import PRECISIONS
+from .variant import check_number
 
 _MOST_HEADS = 128  # of models
 
@@ -109,7 +108,7 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError where back ends do not support a tensor's dtype."""
     if tensor.dtype not in _DTYPES:
         way_out = "cast with .to(torch.bfloat16)"
-        if tensor.dtype == backends.E4M3:
+        if tensor.dtype == E4M3:
             way_out = "multiply it by its scale, or pass a cache and its scales to attention_decode"
         raise ValueError(
             f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; {way_out}"
@@ -190,27 +189,6 @@ def check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
         way_out = f"use mask.to({str(q.device)!r}), in a module's _apply, or pass the pattern, which suits every device"
         raise ValueError(f"the mask is on {mask.device} and q on {q.device}; {way_out}")
     check_batch_and_heads(mask.mask_index.shape, q.shape[0], q.shape[1])
-
-
-def check_selection(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises ValueError where a selection was not made for these queries and keys."""
-    if (selection.q_len, selection.kv_len) != (q.shape[2], k.shape[2]):
-        raise ValueError(
-            f"the selection is of q_len={selection.q_len}, kv_len={selection.kv_len}; q and k have {q.shape[2]} and {k.shape[2]} "
-            "tokens; pass q_len= and kv_len= to BlockSelection.from_picks, or choose again for these"
-        )
-    check_selected_heads(selection, q, k)
-
-
-def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises ValueError where a selection is of another device, batch or number of heads than these queries and keys."""
-    if selection.device != q.device:
-        raise ValueError(f"the selection is on {selection.device} and q on {q.device}; use selection.to({str(q.device)!r})")
-    if selection.batch != q.shape[0] or selection.heads not in (k.shape[1], q.shape[1]):
-        raise ValueError(
-            f"picks must be of batch {q.shape[0]} and of {k.shape[1]} key heads or {q.shape[1]} query heads; got "
-            f"{tuple(selection.picks.shape)}"
-        )
 
 
 def callers_level() -> int:

@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 import torch
 
-from .. import backends
+from ..core.arguments import check_alike, check_dtype, check_head_groups, check_mask_fits
+from ..core.caches import E4M3
+from ..core.variant import check_lengths, check_same_device
 from ..masks.block_mask import BlockMask
-from ..variant.variant import check_lengths, check_same_device
-from .arguments import check_alike, check_dtype, check_head_groups, check_mask_fits
 
 MAX_QUERIES = 64  # per sequence
 _Integers: TypeAlias = torch.Tensor | None
@@ -24,11 +24,11 @@ def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
             raise ValueError(f"{name} must have shape {shape}, head_dim not 0; got {tuple(tensor.shape)}")
     if block_table is not None and 0 in k.shape[::2]:
         raise ValueError(f"k must have at least one page of one token, {order}; got {tuple(k.shape)}")
-    if k.dtype == v.dtype == backends.E4M3:
+    if k.dtype == v.dtype == E4M3:
         check_dtype("q", q)
         check_same_device("k", k, q)
         check_same_device("v", v, q)
-    elif backends.E4M3 in (k.dtype, v.dtype):
+    elif E4M3 in (k.dtype, v.dtype):
         raise ValueError(
             f"a cache in e4m3 holds both keys and values so, with k_scale and v_scale; got k of {k.dtype} and v of {v.dtype}; "
             "quantize the other too"
@@ -61,10 +61,10 @@ def check_no_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None
 def check_cache_scales(
     q: torch.Tensor, k: torch.Tensor, k_scale: object, v_scale: object, block_table: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(k_scale, v_scale) of ``attention_decode`` as back ends take them: see ``backends``."""
+    """(k_scale, v_scale) of ``attention_decode`` as back ends take them: see ``core/backends``."""
     first, tokens = ("batch", "capacity") if block_table is None else ("pages", "page_size")
     shape = f"({first}, kv_heads)"
-    if k.dtype != backends.E4M3:
+    if k.dtype != E4M3:
         if k_scale is None and v_scale is None:
             return None, None
         raise ValueError(f"k_scale and v_scale belong to a cache of torch.float8_e4m3fn; got k of {k.dtype}; leave them out")

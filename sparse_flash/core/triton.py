@@ -10,9 +10,10 @@ import torch
 
 from ..compat.constants import constant_in_graphs
 from ..kernels.common.layout import as_contiguous_rows, restore_out
-from ..variant.eight_bits import EIGHT_BITS
-from ..variant.variant import LEARNED
-from . import E4M3, Call
+from .caches import E4M3
+from .description import Call
+from .eight_bits import EIGHT_BITS
+from .variant import LEARNED
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
