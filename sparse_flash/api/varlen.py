@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..compat.pytorch import is_plain_eager
 from ..core import operators
 from ..core.arguments import cast_for_autocast, check_types, resolve_deterministic
 from ..core.call import AttentionCall
@@ -19,9 +18,10 @@ from ..masks.cache import to_traceable
 from ..masks.fit import check_fit, parse_if_names_tokens
 from ..masks.pattern import Pattern
 from ..packed.arguments import check_packed, to_documents
+from ..packed.documents import Axis, PackedDocuments
 from ..packed.in_place import build_packed_mask
 from ..packed.kept import kept_of_documents
-from ..packed.repack import Axis, Packed, PackedDocuments, repack_documents
+from ..packed.moved import MovedDocuments, move_documents
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection, check_packed_selection
 from .attention import attention
@@ -87,14 +87,13 @@ def attention_varlen(
     """
     check_types(q, k, v)
     q, k, v = cast_for_autocast(q, k, v)
-    options: dict[str, Any] = {"scale": scale, "return_lse": True, "deterministic": deterministic, "backend": backend}
+    options: dict[str, Any] = {"scale": scale, "deterministic": deterministic, "backend": backend}
     if isinstance(mask, PackedSelection):
         check_packed(q, k, v)
         check_packed_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         selection, axis = mask.to_block_axis()
-        q, k, v = map(axis.to_blocks, (q, k, v))
-        results = attention(q, k, v, selection, return_block_lse=return_block_lse, **options)
-        return _unpack_results(results, axis, return_lse)
+        options["return_block_lse"] = return_block_lse
+        return _attend_moved(q, k, v, selection, axis, axis, return_lse, options)
     if return_block_lse:
         raise ValueError(f"return_block_lse needs a PackedSelection as mask; got {type(mask).__name__}; leave it out")
     mask = "full" if mask is None else mask
@@ -109,16 +108,15 @@ def attention_varlen(
     are_tensors = isinstance(starts[0], torch.Tensor) and isinstance(starts[1], torch.Tensor)
     if are_tensors and _HASHABLE.issuperset(map(type, settings[1:])):
         # All that ``_prepare`` depends on besides cu_seqlens.
-        call, packed = kept_of_documents(starts, (*settings, cu_seqlens_k is None, *layouts((q, k, v))), prepare)
+        call, moved = kept_of_documents(starts, (*settings, cu_seqlens_k is None, *layouts((q, k, v))), prepare)
     else:
-        call, packed = prepare(lambda function: function())
-    if packed is None:
-        call = call.on(q, k, v)
-        observe(call.mask, q, k)
-        out, lse = operators.attend_to_documents(call)
-        return (out, lse) if return_lse else out
-    q, k, v = packed.queries.to_blocks(q), packed.keys.to_blocks(k), packed.keys.to_blocks(v)
-    return _unpack_results(attention(q, k, v, packed.mask, **options), packed.queries, return_lse)
+        call, moved = prepare(lambda function: function())
+    if moved is not None:
+        return _attend_moved(q, k, v, *moved, return_lse, options)
+    call = call.on(q, k, v)
+    observe(call.mask, q, k)
+    out, lse = operators.attend_to_documents(call)
+    return (out, lse) if return_lse else out
 
 
 def _prepare(
@@ -134,11 +132,11 @@ def _prepare(
     deterministic: bool,
     backend: str,
     run: Callable[[Callable[[], Any]], Any],
-) -> tuple[AttentionCall, Packed | None]:
+) -> tuple[AttentionCall, MovedDocuments | None]:
     """Checks a call, and makes its table. Returns (the call in place, without tensors; None), or documents that are to be moved.
     run: see ``kept_of_documents``."""
     check_packed(q, k, v)
-    same = cu_seqlens_k is None or (len(k) == len(q) and _has_same_documents(cu_seqlens_q, cu_seqlens_k))
+    same = cu_seqlens_k is None or (len(k) == len(q) and cu_seqlens_k is cu_seqlens_q)
     if same and len(k) != len(q):
         raise ValueError(f"q has {len(q)} tokens and k {len(k)}; pass cu_seqlens_k, which says where k's documents start")
     queries = to_documents("q", q, cu_seqlens_q, max_seqlen_q)
@@ -159,35 +157,30 @@ def _prepare(
     packed: Any = mask  # unused without tokens
     if not (0 in q.shape or 0 in k.shape):
         packed = run(partial(_pack, mask, queries, None if same else keys))
-    moved = packed if isinstance(packed, Packed) else None
+    moved = packed if isinstance(packed, MovedDocuments) else None
     q, k, v = map(operators.documents_as_batch, (q, k, v))
     call = build_call(q, k, v, None if moved else packed, scale, deterministic, backend, None, {})
     return call.on(*operators.NO_TENSORS), moved
 
 
-def _pack(mask: Pattern | str, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | Packed:
+def _pack(mask: Pattern | str, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | MovedDocuments:
     """The mask of documents in place, or in blocks of their own under a pattern that this takes."""
     in_place = build_packed_mask(mask, queries, keys)
-    return repack_documents(mask, queries, keys) if in_place is None else in_place
+    return move_documents(mask, queries, keys) if in_place is None else in_place
 
 
-def _has_same_documents(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bool:
-    """Whether both are known to be of the same documents. On a GPU the values are not known to the host."""
-    if cu_seqlens_k is cu_seqlens_q:
-        return True
-    both = cu_seqlens_q, cu_seqlens_k
-    if not all(isinstance(starts, torch.Tensor) and starts.device.type == "cpu" for starts in both) or not is_plain_eager(*both):
-        return False
-    return cu_seqlens_q.tolist() == cu_seqlens_k.tolist()
-
-
-def _unpack_results(
-    results: torch.Tensor | tuple[torch.Tensor, ...], axis: Axis, return_lse: bool
+def _attend_moved(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: BlockMask | BlockSelection,
+    queries: Axis,
+    keys: Axis,
+    return_lse: bool,
+    options: dict[str, Any],
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Moves results from the axis of blocks back to tokens. results: out, lse and perhaps the lse of picked blocks."""
-    out, lse, *of_picks = results
-    found = [axis.to_tokens(out, 0.0)]
-    if return_lse:
-        found.append(axis.to_tokens(lse.unsqueeze(-1), float("-inf"), heads_first=True).squeeze(-1).T)
-    found += [axis.to_tokens(of_pick, float("-inf"), heads_first=True).transpose(0, 1) for of_pick in of_picks]
+    """Attention on the axes of blocks, with out, lse and perhaps the lse of picked blocks moved back to the tokens."""
+    out, lse, *of_picks = attention(queries.to_blocks(q), *map(keys.to_blocks, (k, v)), mask, return_lse=True, **options)
+    found = [queries.to_tokens(out.squeeze(0).transpose(0, 1), 0)]
+    found += [queries.to_tokens(of_rows.squeeze(0), 1) for of_rows in ([lse] if return_lse else []) + of_picks]
     return tuple(found) if len(found) > 1 else found[0]

@@ -9,7 +9,7 @@ import torch
 
 from ..compat.pytorch import is_recorded
 from ..core.arguments import check_alike, check_head_groups
-from .repack import PackedDocuments
+from .documents import PackedDocuments
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -17,11 +17,11 @@ from ..masks.chooser import check_keep
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern
 from ..packed.arguments import check_packed, to_documents
-from ..packed.repack import BLOCK
+from ..packed.documents import BLOCK
 from . import choice
 from .block_selection import BlockSelection, always_table, check_every, check_selection_block
 from .choice import COMPRESSED, SCORES
-from .packed_selection import PackedSelection, block_axis, find_block_bounds, locate_tokens
+from .packed_selection import PackedSelection, block_axis, find_block_bounds
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ def select_packed_by_query(
     if len(q) != len(k):
         raise ValueError(f"packed queries choose among the keys of their own tokens; got {len(q)} queries and {len(k)} keys")
     side = to_documents("q", q, cu_seqlens, longest)
-    place = locate_tokens(side)
-    axis = block_axis(side, place, how.block_size)
+    place = side.locate()
+    axis = block_axis(side, how.block_size)
     keys = axis.to_blocks(k)
     bounds = find_block_bounds(axis, place, how.block_size)
     keep = min(how.keep, -(-side.longest // how.block_size))
@@ -164,7 +164,7 @@ def select_packed_by_scores(
             f"a document of up to {side.longest} tokens has {blocks} blocks of {size} keys; got scores of {scores.shape[2]}, "
             f"shape {tuple(scores.shape)}; pass a max_seqlen_q= that fits"
         )
-    place = locate_tokens(side)
+    place = side.locate()
     bounds = torch.stack([torch.zeros_like(place.within), place.within // size], 1).to(torch.int32)
     picks = choice.choose_by_scores(scores[None], min(how.keep, blocks), 1, size, side.tokens, blocks * size, bounds)
     picks = torch.where(place.exists[:, None], picks, -1)

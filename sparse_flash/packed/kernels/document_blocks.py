@@ -1,6 +1,6 @@
 """The tables of packed documents in blocks that start where documents start: see ``masks/document_blocks.py``.
 
-    1. lay_out              where each document starts and ends, see ``repack.py``                           one program
+    1. lay_out              where each document starts and ends, see ``layout.py``                           one program
     2. find_own_spans       where each block starts; the run of each query, and what a query block touches   one program per block
     3. build_span_tables      both tables, see ``spans.py``                                                    two launches
 
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from ...kernels.launch.launch import launch
-from .repack import Q_LEN, Q_START, Group
-from .spans import build_span_tables, empty_spans, store_group, store_span
+from .layout import Q_LEN, Q_START
+from .spans import Group, build_span_tables, empty_spans, store_group, store_span
 
 _DOCUMENTS_TOGETHER = 512
 
@@ -60,7 +60,7 @@ def find_own_spans_kernel(
     token = begin + tl.arange(0, BLOCK)
     exists = token < end
     line = layout + tl.maximum(document, 0)
-    start, length = tl.load(line + Q_START * (documents + 1)), tl.load(line + Q_LEN * (documents + 1))
+    start, length = tl.load(line + Q_START * documents), tl.load(line + Q_LEN * documents)
     position = token - start
     some = exists & (position >= 0) & (position < length)
     first = tl.load(runs + position, mask=some, other=0)
@@ -72,7 +72,7 @@ def find_own_spans_kernel(
 def _load_extents(layout, document, documents, tokens, BLOCK: tl.constexpr):
     """(the first token of each document, where its last block ends, how many blocks it has). Tokens before the first document, if
     there are any, lie in its blocks, and so do those behind a document."""
-    starts = layout + Q_START * (documents + 1) + document
+    starts = layout + Q_START * documents + document
     start = tl.load(starts, mask=(document > 0) & (document < documents), other=0)
     start = tl.where(document < documents, start, tokens)
     stop = tl.load(starts + 1, mask=document + 1 < documents, other=0)
@@ -88,7 +88,7 @@ def fill_document_blocks(layout, runs, rows: int, tokens: int, entries: int, til
     """
     spans, bounds = empty_spans(rows, block, layout.device)
     starts = torch.empty(rows + 2, dtype=torch.int32, device=layout.device)
-    documents = layout.shape[1] - 1
+    documents = layout.shape[1]
     arguments = [layout, runs, spans, bounds, starts, documents, rows, tokens, runs.shape[1]]
     constants = {"BLOCK": block, "CHUNK": min(_DOCUMENTS_TOGETHER, triton.next_power_of_2(documents))}
     launch(find_own_spans_kernel, (rows, 1), arguments, constants, {"num_warps": 4})

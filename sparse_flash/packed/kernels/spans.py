@@ -1,6 +1,6 @@
 """The table of packed documents in place, for patterns whose queries each keep one run of keys.
 
-    1. lay_out       where each document starts and ends, see ``repack.py``                      one program
+    1. lay_out       where each document starts and ends, see ``layout.py``                      one program
     2. find_spans    the run of each query; the key blocks that a query block touches and fills  one program per query block
     3. count_spans   how many query blocks touch and fill a key block                            one program per key block
     4. fill_spans    both tables, and the tiles of blocks that are not full                      one program per block of either
@@ -9,25 +9,15 @@ The key blocks that a query block touches are treated as one range, and the full
 that of the query block's first tile plus a column difference, which both tables can compute.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from ...kernels.launch.launch import launch
 from ...kernels.tables.splits import RowTensors
-from .repack import (
-    K_LEN,
-    K_START,
-    Q_LEN,
-    Q_START,
-    ROWS_TOGETHER,
-    Group,
-    RowBounds,
-    bisect_left,
-    empty_table,
-    locate_row,
-    store_row,
-)
+from .layout import K_LEN, K_START, Q_LEN, Q_START
 
 # Fields of a query block: the key blocks that it touches and fills, LOW .. HIGH - 1 and FULL_LOW .. FULL_HIGH - 1 within, both
 # HIGH if it fills none; how many it touches, and how many of these it does not fill. Of blocks by document also the ``Group`` that
@@ -45,6 +35,61 @@ SPAN_FIELDS = 9
 
 _ITEM = tl.constexpr(8)  # fields of a work item: see ``Table.work``
 _TILES_TOGETHER = 16
+_ROWS_TOGETHER = 512  # more do not fit the registers of one warp
+
+
+class RowBounds(NamedTuple):
+    """The first full, run and bit entry of a row, and the end of the bit entries."""
+
+    begin: Any
+    runs: Any
+    bits: Any
+    end: Any
+
+
+class Group(NamedTuple):
+    """Block rows first .. stop - 1, which follow each other in the order, after ``before`` others."""
+
+    first: Any
+    stop: Any
+    before: Any
+
+
+@triton.jit
+def locate_row(totals, row, total, rows, group, CHUNK: tl.constexpr):
+    """(entries of the block rows above this one, its position in the order). Within its ``Group``, heavier block rows come first,
+    and of equally heavy ones the upper."""
+    begin = row * 0
+    rank = row * 0 + group.before
+    for first in range(0, rows, CHUNK):
+        other = first + tl.arange(0, CHUNK)
+        theirs = tl.load(totals + other, mask=other < rows, other=-1)
+        begin += tl.sum(tl.where(other < row, theirs, 0), 0)
+        ahead = (theirs > total) | ((theirs == total) & (other < row))
+        rank += tl.sum((ahead & (group.first <= other) & (other < group.stop)).to(tl.int32), 0)
+    return begin, rank
+
+
+@triton.jit
+def store_row(table, row, rank, bounds):
+    """Writes a row of a table of one mask. table: ``RowTensors``. rank: see ``locate_row``."""
+    tl.store(table.row_ptr + row, bounds.begin)
+    tl.store(table.row_ptr + table.rows, bounds.end, mask=row == table.rows - 1)
+    tl.store(table.row_split + row * 2, bounds.runs)
+    tl.store(table.row_split + row * 2 + 1, bounds.bits)
+    tl.store(table.row_order + rank, row)
+
+
+@triton.jit
+def bisect_left(index, begin, end, value):
+    """For each lane the first of begin .. end - 1 whose index is at least ``value``, or end; the index must ascend there."""
+    while tl.max(end - begin, 0) > 0:
+        unsettled = begin < end
+        middle = (begin + end) // 2
+        below = tl.load(index + middle, mask=unsettled, other=0) < value
+        begin = tl.where(unsettled & below, middle + 1, begin)
+        end = tl.where(unsettled & (below == 0), middle, end)
+    return begin
 
 
 @triton.jit(do_not_specialize=["documents", "rows", "before", "lines"])
@@ -53,14 +98,14 @@ def find_spans_kernel(layout, runs, spans, bounds, documents, rows, before, line
     rows * BLOCK) int32, the same for each packed query on the packed key axis. spans: (SPAN_FIELDS, rows)."""
     row = tl.program_id(0)
     token = row * BLOCK + tl.arange(0, BLOCK)
-    starts = layout + Q_START * (documents + 1)
+    starts = layout + Q_START * documents
     zero = token * 0
     # If several documents start at the same token, all except the last are empty.
     document = tl.maximum(bisect_left(starts, zero, zero + documents, token + 1) - 1, 0)
     local = token - tl.load(starts + document)
-    q_len = tl.load(layout + Q_LEN * (documents + 1) + document)
-    k_start = tl.load(layout + K_START * (documents + 1) + document)
-    k_len = tl.load(layout + K_LEN * (documents + 1) + document)
+    q_len = tl.load(layout + Q_LEN * documents + document)
+    k_start = tl.load(layout + K_START * documents + document)
+    k_len = tl.load(layout + K_LEN * documents + document)
     some = (local >= 0) & (local < q_len)
     line = before + local + k_len - q_len
     first = tl.load(runs + line, mask=some, other=0)
@@ -273,9 +318,15 @@ def fill_spans(layout, runs, rows: int, k_rows: int, before: int, entries: int, 
     """
 
     spans, bounds = empty_spans(rows, block, layout.device)
-    arguments = [layout, runs, spans, bounds, layout.shape[1] - 1, rows, before, runs.shape[1]]
+    arguments = [layout, runs, spans, bounds, layout.shape[1], rows, before, runs.shape[1]]
     launch(find_spans_kernel, (rows, 1), arguments, {"BLOCK": block}, {"num_warps": 4})
     return build_span_tables(spans, bounds, k_rows, entries, tiles, block)
+
+
+def empty_table(rows: int, entries: int, device) -> list[torch.Tensor]:
+    """Allocates row_ptr, row_split, row_order, col_idx and tile_idx of one mask."""
+    shapes = (1, rows + 1), (1, rows, 2), (1, rows), (entries,), (entries,)
+    return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
 
 
 def empty_spans(rows: int, block: int, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -288,7 +339,7 @@ def build_span_tables(spans, bounds, k_rows: int, entries: int, tiles: int, bloc
     """Returns the same as ``fill_spans``. starts: see ``fill_spans_kernel``; then each table also has its work items."""
     rows, device = spans.shape[1], spans.device
     counts, new_runs = (torch.empty(shape, dtype=torch.int32, device=device) for shape in ((2, k_rows), (tiles, block)))
-    together = {"ROWS": ROWS_TOGETHER}
+    together = {"ROWS": _ROWS_TOGETHER}
     launch(count_spans_kernel, (k_rows, 1), [spans, counts, rows, k_rows], together, {"num_warps": 4})
     by_query, by_key = (empty_table(lines, entries, device) for lines in (rows, k_rows))
     if starts is not None:
