@@ -39,7 +39,7 @@ from sparse_flash.kernels.portable import backward, configs, decode, forward, me
 from sparse_flash.kernels.tables import splits
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.packed import kernels as packed_kernels
-from sparse_flash.packed.kernels import document_blocks, repack, spans
+from sparse_flash.packed.kernels import document_blocks, layout, spans
 from sparse_flash.selection import kernels as selection_kernels
 from sparse_flash.selection import triton as selection_triton
 from sparse_flash.selection.choice import BlockChoice
@@ -290,16 +290,12 @@ def features_of(shape: Shape, chooser, causal: bool):
 def packed(documents: int, tokens: int, rows: int, same: bool = True):
     """The tables of packed documents."""
     ends = torch.zeros(documents + 1, dtype=torch.int32)
-    layout = repack.lay_out(ends, ends, tokens, tokens + 15, tokens, rows, 128, same)
-    mask, numbers = sf.compile_mask("causal", 128 * rows), torch.zeros(128 * rows, dtype=torch.int32)
-    tiles = [torch.zeros(count, 128, dtype=torch.int32) for count in (tokens, documents)]
-    for queries, table in ((True, mask.by_query), (False, mask.by_key)):
-        records = repack.find_rows(layout, table, rows, tokens, 128, (numbers, numbers), queries, same)
-        repack.fill_rows(layout, records, table, tiles, tiles, 64, tokens, 128, queries)
+    found = layout.lay_out(ends, ends, tokens, tokens + 15, tokens, rows, same)
+    mask = sf.compile_mask("causal", 128 * rows)
     splits.split_rows(mask.by_query[:3], mask.by_key[:3], 64, 64, 64, 16 * tokens)
     runs = torch.zeros(2, tokens, dtype=torch.int32)
-    spans.fill_spans(layout, runs, rows, tokens, tokens, 64, 64, 128)
-    document_blocks.fill_document_blocks(layout, runs, rows, tokens, 64, 64, 128)
+    spans.fill_spans(found, runs, rows, tokens, tokens, 64, 64, 128)
+    document_blocks.fill_document_blocks(found, runs, rows, tokens, 64, 64, 128)
 
 
 def merges(dtype: torch.dtype, dim: int, moved: bool, heads: int = 4, tokens: int = 256):

@@ -28,7 +28,6 @@ import sparse_flash as sf
 from sparse_flash.choosers.built_in import Antidiagonal, Sampled
 from sparse_flash.choosers.kernels import hopper_log_sums, log_sums
 from sparse_flash.kernels.launch.replay import parameter_sizes, parameter_types
-from sparse_flash.packed.kernels import rows
 from sparse_flash.selection import hopper as selection_hopper
 from sparse_flash.selection.kernels import pick_blocks
 
@@ -205,26 +204,11 @@ def merges() -> Cases:
 
 
 def packed() -> Cases:
-    yield from moves()
     for same in (True, False):
         yield "", 0, (), partial(launches.packed, 512, 1000, 8, same)
 
 
-def moves() -> Cases:
-    """Of tokens; of 80 bytes a row; of lse; of 10 bytes a row. Results are head by head, so heads are not merged."""
-    for dtype, shape in (
-        (torch.bfloat16, (64, 4, 128)),
-        (torch.bfloat16, (64, 4, 40)),
-        (torch.float32, (64, 4, 1)),
-        (torch.bfloat16, (64, 4, 5)),
-    ):
-        source, index = torch.empty(shape, dtype=dtype), torch.empty(shape[0], dtype=torch.int32)
-        target = torch.empty_like(source.transpose(0, 1).contiguous()).transpose(0, 1)
-        fill = float("-inf") if shape[-1] == 1 else 0.0
-        yield "", 0, (shape[-1] * dtype.itemsize,), partial(rows.take_rows_into, source, index, fill, target)
-
-
-GROUPS = {group.__name__: group for group in (attention, decoding, selections, choices, choosers, merges, packed, moves)}
+GROUPS = {group.__name__: group for group in (attention, decoding, selections, choices, choosers, merges, packed)}
 
 
 # Outcomes.
@@ -269,8 +253,6 @@ INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "tma": r"cp\.async\.bulk\.tensor",
     "async": r"cp\.async\.cg\.shared\.global",
-    "wide": r"ld\.global\.v4",
-    "wide_stores": r"st\.global\.v4",
 }
 
 
@@ -318,7 +300,7 @@ def _outcome(number: int) -> dict:
 
 
 def main() -> None:
-    find(sys.argv[1:] or [name for name in GROUPS if name != "moves"])  # which are of those of packed documents
+    find(sys.argv[1:] or list(GROUPS))
     knobs.compilation.always_compile = True  # a result from Triton's cache has no log
     with multiprocessing.get_context("fork").Pool() as pool:
         for row in pool.imap(_outcome, range(len(_found))):

@@ -29,7 +29,6 @@ import sparse_flash as sf
 from sparse_flash.choosers.built_in import Antidiagonal, Pooled, Sampled
 from sparse_flash.choosers.kernels import hopper_log_sums, log_sums, rules
 from sparse_flash.masks.select_blocks import select_by_kernel
-from sparse_flash.packed.kernels import rows as moved_rows
 from sparse_flash.selection.kernels import division
 
 LENGTHS = (1, 16, 33)
@@ -109,10 +108,6 @@ def hopper() -> None:
 def packed() -> None:
     for documents, tokens, rows in product(LENGTHS, repeat=3):
         launches.packed(documents, tokens, rows, same=False)
-        index = torch.zeros(rows, dtype=torch.int32)
-        for heads, dim in product((1, 16, 3), LENGTHS):
-            source = torch.zeros(rows, heads, dim)
-            moved_rows.take_rows_into(source, index, 0.0, torch.zeros_like(source))
 
 
 def merges() -> None:

@@ -118,7 +118,7 @@ def _fill_tables(layout: torch.Tensor, runs: torch.Tensor, rows: int, k_rows: in
     with current_device(layout.device):
         by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, *sizes, BLOCK)
         work = build_work(by_query[:3], by_key[:3], k_rows, rows)
-    return [*by_query, *work[0], *by_key, *work[1], tile_runs]
+    return [*by_query[:5], *work[0], *by_key[:5], *work[1], tile_runs]
 
 
 class _MaskOfDocuments(BlockMask):

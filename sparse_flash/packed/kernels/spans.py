@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from ...kernels.launch.launch import launch
-from ...kernels.tables.splits import RowTensors
 from .layout import K_LEN, K_START, Q_LEN, Q_START
 
 # Fields of a query block: the key blocks that it touches and fills, LOW .. HIGH - 1 and FULL_LOW .. FULL_HIGH - 1 within, both
@@ -38,13 +37,15 @@ _TILES_TOGETHER = 16
 _ROWS_TOGETHER = 512  # more do not fit the registers of one warp
 
 
-class RowBounds(NamedTuple):
-    """The first full, run and bit entry of a row, and the end of the bit entries."""
+class SpanTable(NamedTuple):
+    """The tensors of a table of one mask: see ``masks.table.Table``. work: None where ``splits.py`` makes it."""
 
-    begin: Any
-    runs: Any
-    bits: Any
-    end: Any
+    row_ptr: Any
+    row_split: Any
+    row_order: Any
+    col_idx: Any
+    tile_idx: Any
+    work: Any = None
 
 
 class Group(NamedTuple):
@@ -68,16 +69,6 @@ def locate_row(totals, row, total, rows, group, CHUNK: tl.constexpr):
         ahead = (theirs > total) | ((theirs == total) & (other < row))
         rank += tl.sum((ahead & (group.first <= other) & (other < group.stop)).to(tl.int32), 0)
     return begin, rank
-
-
-@triton.jit
-def store_row(table, row, rank, bounds):
-    """Writes a row of a table of one mask. table: ``RowTensors``. rank: see ``locate_row``."""
-    tl.store(table.row_ptr + row, bounds.begin)
-    tl.store(table.row_ptr + table.rows, bounds.end, mask=row == table.rows - 1)
-    tl.store(table.row_split + row * 2, bounds.runs)
-    tl.store(table.row_split + row * 2 + 1, bounds.bits)
-    tl.store(table.row_order + rank, row)
 
 
 @triton.jit
@@ -192,16 +183,22 @@ def _name_blocks(starts, block, some):
 
 
 @triton.jit
-def _store_item(work, starts, row, rank, bounds, rows, BLOCK: tl.constexpr):
-    """The work item of a row of blocks that start at ``starts``: see ``document_tables``. Otherwise ``splits.py`` makes items."""
+def _store_row(table, starts, row, rank, begin, partial, end, rows, BLOCK: tl.constexpr):
+    """Writes the bounds of a row. rank: see ``locate_row``. Also writes the work item of a row of blocks that start at ``starts``:
+    see ``document_tables``."""
+    tl.store(table.row_ptr + row, begin)
+    tl.store(table.row_ptr + rows, end, mask=row == rows - 1)
+    tl.store(table.row_split + row * 2, partial)
+    tl.store(table.row_split + row * 2 + 1, end)
+    tl.store(table.row_order + rank, row)
     if starts is not None:
-        item = work + rank * _ITEM
+        item = table.work + rank * _ITEM
         start = tl.load(starts + row)
         tl.store(item, start)
-        tl.store(item + 1, bounds.begin)
-        tl.store(item + 2, bounds.runs)
-        tl.store(item + 3, bounds.bits)
-        tl.store(item + 4, bounds.end)
+        tl.store(item + 1, begin)
+        tl.store(item + 2, partial)
+        tl.store(item + 3, end)
+        tl.store(item + 4, end)
         tl.store(item + 5, tl.load(starts + rows + 1))
         tl.store(item + 6, row * BLOCK - start)
         tl.store(item + 7, tl.load(starts + row + 1))
@@ -210,19 +207,16 @@ def _store_item(work, starts, row, rank, bounds, rows, BLOCK: tl.constexpr):
 @triton.jit
 def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr):
     """A query block's part of by_query, and its tiles."""
-    row_ptr, row_split, row_order, col_idx, tile_idx, work = table
     low, full_low, full_high, high = _load_spans(spans, row, rows)
     touched = high - low
     full = full_high - full_low
     begin, rank = locate_row(spans + _TOUCHED * rows, row, touched, rows, _load_group(spans, starts, row, rows), ROWS)
     end = begin + touched
-    found = RowBounds(begin, begin + full, end, end)
-    store_row(RowTensors(row_ptr, row_split, row_order, rows), row, rank, found)
-    _store_item(work, starts, row, rank, found, rows, BLOCK)
+    _store_row(table, starts, row, rank, begin, begin + full, end, rows, BLOCK)
     for start in range(0, full, BLOCK):
         e = start + tl.arange(0, BLOCK)
-        tl.store(col_idx + begin + e, _name_blocks(starts, full_low + e, e < full), mask=e < full)
-        tl.store(tile_idx + begin + e, e * 0, mask=e < full)
+        tl.store(table.col_idx + begin + e, _name_blocks(starts, full_low + e, e < full), mask=e < full)
+        tl.store(table.tile_idx + begin + e, e * 0, mask=e < full)
 
     first_tile, _ = locate_row(spans + _PARTIAL * rows, row, 0, rows, Group(0, rows, 0), ROWS)
     token = tl.arange(0, BLOCK)
@@ -233,8 +227,8 @@ def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.const
         e = start + tl.arange(0, TILES)
         some = e < touched - full
         column = low + tl.where(e < before, e, e + full)
-        tl.store(col_idx + begin + full + e, _name_blocks(starts, column, some), mask=some)
-        tl.store(tile_idx + begin + full + e, first_tile + e, mask=some)
+        tl.store(table.col_idx + begin + full + e, _name_blocks(starts, column, some), mask=some)
+        tl.store(table.tile_idx + begin + full + e, first_tile + e, mask=some)
         key = column[:, None] * BLOCK
         here = tl.minimum(tl.maximum(first - key, 0), BLOCK)
         there = tl.minimum(tl.maximum(stop - key, 0), BLOCK)
@@ -245,14 +239,11 @@ def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.const
 @triton.jit
 def _fill_column(spans, counts, table, starts, column, rows, k_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """A key block's part of by_key."""
-    row_ptr, row_split, row_order, col_idx, tile_idx, work = table
     touched = tl.load(counts + column)
     begin, rank = locate_row(counts, column, touched, k_rows, _load_group(spans, starts, column, k_rows), ROWS)
     partial = begin + tl.load(counts + k_rows + column)
     end = begin + touched
-    found = RowBounds(begin, partial, end, end)
-    store_row(RowTensors(row_ptr, row_split, row_order, k_rows), column, rank, found)
-    _store_item(work, starts, column, rank, found, k_rows, BLOCK)
+    _store_row(table, starts, column, rank, begin, partial, end, k_rows, BLOCK)
     first_tile = column * 0
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -264,11 +255,11 @@ def _fill_column(spans, counts, table, starts, column, rows, k_rows, BLOCK: tl.c
         tile -= tl.where(column < full_low, 0, full_high - full_low)
         entry = begin + tl.cumsum(is_full.to(tl.int32), 0) - 1
         name = _name_blocks(starts, row, row < rows)
-        tl.store(col_idx + entry, name, mask=is_full)
-        tl.store(tile_idx + entry, row * 0, mask=is_full)
+        tl.store(table.col_idx + entry, name, mask=is_full)
+        tl.store(table.tile_idx + entry, row * 0, mask=is_full)
         entry = partial + tl.cumsum(is_partial.to(tl.int32), 0) - 1
-        tl.store(col_idx + entry, name, mask=is_partial)
-        tl.store(tile_idx + entry, tile, mask=is_partial)
+        tl.store(table.col_idx + entry, name, mask=is_partial)
+        tl.store(table.tile_idx + entry, tile, mask=is_partial)
         begin += tl.sum(is_full.to(tl.int32), 0)
         partial += tl.sum(is_partial.to(tl.int32), 0)
         first_tile += tl.sum(tiles, 0)
@@ -280,18 +271,8 @@ def fill_spans_kernel(
     counts,
     bounds,
     new_runs,
-    row_ptr,
-    row_split,
-    row_order,
-    col_idx,
-    tile_idx,
-    work,
-    k_row_ptr,
-    k_row_split,
-    k_row_order,
-    k_col_idx,
-    k_tile_idx,
-    k_work,
+    by_query,
+    by_key,
     starts,
     rows,
     k_rows,
@@ -299,34 +280,25 @@ def fill_spans_kernel(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """starts: (rows + 2,) int32, where each block starts and, in the end, how many have tokens; None, and so is work, if blocks
-    start at multiples of their size."""
+    """by_query, by_key: ``SpanTable``. starts: (rows + 2,) int32, where each block starts and, in the end, how many have tokens;
+    None, and so is work, if blocks start at multiples of their size."""
     program = tl.program_id(0)
     if program < rows:
-        table = (row_ptr, row_split, row_order, col_idx, tile_idx, work)
-        _fill_row(spans, bounds, table, new_runs, starts, program, rows, BLOCK, TILES, ROWS)
+        _fill_row(spans, bounds, by_query, new_runs, starts, program, rows, BLOCK, TILES, ROWS)
     else:
-        table = (k_row_ptr, k_row_split, k_row_order, k_col_idx, k_tile_idx, k_work)
-        _fill_column(spans, counts, table, starts, program - rows, rows, k_rows, BLOCK, ROWS)
+        _fill_column(spans, counts, by_key, starts, program - rows, rows, k_rows, BLOCK, ROWS)
 
 
 def fill_spans(layout, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int, block: int):
-    """(row_ptr, row_split, row_order, col_idx, tile_idx) of by_query and of by_key, tile_runs.
+    """``SpanTable`` of by_query and of by_key, tile_runs.
 
     layout: from ``lay_out``. runs: (2, lines) int32, see ``find_spans_kernel``. rows, k_rows: blocks of the packed axes. before:
     lines above position 0. entries, tiles: capacities.
     """
-
     spans, bounds = empty_spans(rows, block, layout.device)
     arguments = [layout, runs, spans, bounds, layout.shape[1], rows, before, runs.shape[1]]
     launch(find_spans_kernel, (rows, 1), arguments, {"BLOCK": block}, {"num_warps": 4})
     return build_span_tables(spans, bounds, k_rows, entries, tiles, block)
-
-
-def empty_table(rows: int, entries: int, device) -> list[torch.Tensor]:
-    """Allocates row_ptr, row_split, row_order, col_idx and tile_idx of one mask."""
-    shapes = (1, rows + 1), (1, rows, 2), (1, rows), (entries,), (entries,)
-    return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
 
 
 def empty_spans(rows: int, block: int, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -337,16 +309,13 @@ def empty_spans(rows: int, block: int, device) -> tuple[torch.Tensor, torch.Tens
 
 def build_span_tables(spans, bounds, k_rows: int, entries: int, tiles: int, block: int, starts=None):
     """Returns the same as ``fill_spans``. starts: see ``fill_spans_kernel``; then each table also has its work items."""
-    rows, device = spans.shape[1], spans.device
-    counts, new_runs = (torch.empty(shape, dtype=torch.int32, device=device) for shape in ((2, k_rows), (tiles, block)))
-    together = {"ROWS": _ROWS_TOGETHER}
-    launch(count_spans_kernel, (k_rows, 1), [spans, counts, rows, k_rows], together, {"num_warps": 4})
-    by_query, by_key = (empty_table(lines, entries, device) for lines in (rows, k_rows))
-    if starts is not None:
-        for table, lines in ((by_query, rows), (by_key, k_rows)):
-            table.append(torch.empty((1, lines, _ITEM.value), dtype=torch.int32, device=device))
-    work = () if starts is not None else (None,)
-    arguments = [spans, counts, bounds, new_runs, *by_query, *work, *by_key, *work, starts, rows, k_rows]
-    constants = {"BLOCK": block, "TILES": _TILES_TOGETHER, **together}
+    rows, kind, tables = spans.shape[1], {"dtype": torch.int32, "device": spans.device}, []
+    counts, new_runs = (torch.empty(shape, **kind) for shape in ((2, k_rows), (tiles, block)))
+    launch(count_spans_kernel, (k_rows, 1), [spans, counts, rows, k_rows], {"ROWS": _ROWS_TOGETHER}, {"num_warps": 4})
+    for lines in (rows, k_rows):
+        shapes = (1, lines + 1), (1, lines, 2), (1, lines), (entries,), (entries,), (1, lines, _ITEM.value)
+        tables.append(SpanTable(*(torch.empty(shape, **kind) for shape in (shapes if starts is not None else shapes[:-1]))))
+    arguments = [spans, counts, bounds, new_runs, *tables, starts, rows, k_rows]
+    constants = {"BLOCK": block, "TILES": _TILES_TOGETHER, "ROWS": _ROWS_TOGETHER}
     launch(fill_spans_kernel, (rows + k_rows, 1), arguments, constants, {"num_warps": 4}, (starts is not None,))
-    return by_query, by_key, new_runs
+    return *tables, new_runs
