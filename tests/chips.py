@@ -43,7 +43,7 @@ SOURCES = {
     "grad_kv": ("kernels/portable/backward", *COMMON),
     "grad_qkv": ("kernels/portable/backward", *COMMON),
     "decode": ("kernels/portable/decode", "kernels/portable/softmax", "kernels/common/tiles"),
-    "packed": ("packed/kernels/layout", "packed/kernels/spans", "kernels/tables/splits"),
+    "packed": ("packed/kernels/spans", "kernels/tables/splits"),
 }
 
 

@@ -39,7 +39,7 @@ from sparse_flash.kernels.portable import backward, configs, decode, forward, me
 from sparse_flash.kernels.tables import splits
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.packed import kernels as packed_kernels
-from sparse_flash.packed.kernels import document_blocks, layout, spans
+from sparse_flash.packed.kernels import document_blocks, spans
 from sparse_flash.selection import kernels as selection_kernels
 from sparse_flash.selection import triton as selection_triton
 from sparse_flash.selection.choice import BlockChoice
@@ -287,15 +287,15 @@ def features_of(shape: Shape, chooser, causal: bool):
     return chooser.compared_features(Content(q, k, grid, causal, 1.0)), grid
 
 
-def packed(documents: int, tokens: int, rows: int, same: bool = True):
+def packed(documents: int, tokens: int, rows: int):
     """The tables of packed documents."""
     ends = torch.zeros(documents + 1, dtype=torch.int32)
-    found = layout.lay_out(ends, ends, tokens, tokens + 15, tokens, rows, same)
+    queries, keys = spans.lay_out(ends, tokens, tokens), spans.lay_out(ends, tokens + 15, rows)
     mask = sf.compile_mask("causal", 128 * rows)
     splits.split_rows(mask.by_query[:3], mask.by_key[:3], 64, 64, 64, 16 * tokens)
     runs = torch.zeros(2, tokens, dtype=torch.int32)
-    spans.fill_spans(found, runs, rows, tokens, tokens, 64, 64, 128)
-    document_blocks.fill_document_blocks(found, runs, rows, tokens, 64, 64, 128)
+    spans.fill_spans(queries, keys, runs, rows, tokens, tokens, 64, 64, 128)
+    document_blocks.fill_document_blocks(queries, runs, rows, tokens, 64, 64, 128)
 
 
 def merges(dtype: torch.dtype, dim: int, moved: bool, heads: int = 4, tokens: int = 256):

@@ -204,8 +204,7 @@ def merges() -> Cases:
 
 
 def packed() -> Cases:
-    for same in (True, False):
-        yield "", 0, (), partial(launches.packed, 512, 1000, 8, same)
+    yield "", 0, (), partial(launches.packed, 512, 1000, 8)
 
 
 GROUPS = {group.__name__: group for group in (attention, decoding, selections, choices, choosers, merges, packed)}

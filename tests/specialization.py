@@ -107,7 +107,7 @@ def hopper() -> None:
 
 def packed() -> None:
     for documents, tokens, rows in product(LENGTHS, repeat=3):
-        launches.packed(documents, tokens, rows, same=False)
+        launches.packed(documents, tokens, rows)
 
 
 def merges() -> None:

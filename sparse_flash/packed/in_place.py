@@ -85,8 +85,9 @@ def _assemble(
 ) -> list[torch.Tensor]:
     """The tensors of by_query and by_key, and tile_runs. runs: of ``LongRuns``. before: blocks of queries of the long document
     before its first key. entries, tiles: capacities."""
-    layout = _lay_out(q_starts, k_starts, q_tokens, k_tokens, q_longest, k_longest, shares_documents)
-    return _fill_tables(layout, runs, -(-q_tokens // BLOCK), -(-k_tokens // BLOCK), before * BLOCK, entries, tiles)
+    queries = _lay_out(q_starts, q_tokens, q_longest)
+    keys = queries if shares_documents else _lay_out(k_starts, k_tokens, k_longest)
+    return _fill_tables(queries, keys, runs, -(-q_tokens // BLOCK), -(-k_tokens // BLOCK), before * BLOCK, entries, tiles)
 
 
 _assemble_operator = torch.library.custom_op(operator_name("assemble_runs"), _assemble, mutates_args=())
@@ -103,20 +104,20 @@ def _(runs, q_starts, k_starts, q_tokens, q_longest, k_tokens, k_longest, shares
     return [runs.new_empty(shape) for shape in (*shapes, (tiles, BLOCK))]
 
 
-def _lay_out(q_starts: torch.Tensor, k_starts: torch.Tensor, *sizes: int) -> torch.Tensor:
+def _lay_out(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> torch.Tensor:
     """``lay_out`` of kernels."""
-    from .kernels.layout import lay_out
+    from .kernels.spans import lay_out
 
-    with current_device(q_starts.device):
-        return lay_out(q_starts, k_starts, *sizes)
+    with current_device(cu_seqlens.device):
+        return lay_out(cu_seqlens, tokens, longest)
 
 
-def _fill_tables(layout: torch.Tensor, runs: torch.Tensor, rows: int, k_rows: int, *sizes: int) -> list[torch.Tensor]:
+def _fill_tables(queries, keys, runs: torch.Tensor, rows: int, k_rows: int, *sizes: int) -> list[torch.Tensor]:
     """The same as ``_assemble``. Arguments as for ``fill_spans``."""
     from .kernels.spans import fill_spans
 
-    with current_device(layout.device):
-        by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, *sizes, BLOCK)
+    with current_device(runs.device):
+        by_query, by_key, tile_runs = fill_spans(queries, keys, runs, rows, k_rows, *sizes, BLOCK)
         work = build_work(by_query[:3], by_key[:3], k_rows, rows)
     return [*by_query[:5], *work[0], *by_key[:5], *work[1], tile_runs]
 
@@ -132,8 +133,7 @@ class _MaskOfDocuments(BlockMask):
     def __init__(self, runs: LongRuns, cu_seqlens: torch.Tensor, tokens: int, longest: int):
         _, mask_index, tile_bits = runs.constants
         vars(self).update(q_len=tokens, kv_len=tokens, block_size=BLOCK, keeps_all=False, mask_index=mask_index)
-        layout = _lay_out(cu_seqlens, cu_seqlens, tokens, tokens, longest, longest, True)
-        vars(self).update(tile_bits=tile_bits, _runs=runs, _layout=layout, _longest=longest)
+        vars(self).update(tile_bits=tile_bits, _runs=runs, _longest=longest, _layout=_lay_out(cu_seqlens, tokens, longest))
 
     @property
     def by_query(self) -> Table:
@@ -150,7 +150,7 @@ class _MaskOfDocuments(BlockMask):
     @cached_property
     def _grid_mask(self) -> BlockMask:
         (runs, mask_index, tile_bits), blocks = self._runs.constants, -(-self.q_len // BLOCK)
-        tables = _fill_tables(self._layout, runs, blocks, blocks, 0, *self._find_capacity(blocks))
+        tables = _fill_tables(self._layout, self._layout, runs, blocks, blocks, 0, *self._find_capacity(blocks))
         return BlockMask.from_tensors(*self.sizes, [mask_index, *tables, tile_bits])
 
     @cached_property

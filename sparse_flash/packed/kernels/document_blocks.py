@@ -1,6 +1,6 @@
 """The tables of packed documents in blocks that start where documents start: see ``masks/document_blocks.py``.
 
-    1. lay_out              where each document starts and ends, see ``layout.py``                           one program
+    1. lay_out              where each document starts and ends, see ``spans.py``                            one program
     2. find_own_spans       where each block starts; the run of each query, and what a query block touches   one program per block
     3. build_span_tables      both tables, see ``spans.py``                                                    two launches
 
@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from ...kernels.launch.launch import launch
-from .layout import Q_LEN, Q_START
 from .spans import Group, build_span_tables, empty_spans, store_group, store_span
 
 _DOCUMENTS_TOGETHER = 512
@@ -60,7 +59,7 @@ def find_own_spans_kernel(
     token = begin + tl.arange(0, BLOCK)
     exists = token < end
     line = layout + tl.maximum(document, 0)
-    start, length = tl.load(line + Q_START * documents), tl.load(line + Q_LEN * documents)
+    start, length = tl.load(line), tl.load(line + documents)
     position = token - start
     some = exists & (position >= 0) & (position < length)
     first = tl.load(runs + position, mask=some, other=0)
@@ -72,7 +71,7 @@ def find_own_spans_kernel(
 def _load_extents(layout, document, documents, tokens, BLOCK: tl.constexpr):
     """(the first token of each document, where its last block ends, how many blocks it has). Tokens before the first document, if
     there are any, lie in its blocks, and so do those behind a document."""
-    starts = layout + Q_START * documents + document
+    starts = layout + document
     start = tl.load(starts, mask=(document > 0) & (document < documents), other=0)
     start = tl.where(document < documents, start, tokens)
     stop = tl.load(starts + 1, mask=document + 1 < documents, other=0)
@@ -83,7 +82,7 @@ def _load_extents(layout, document, documents, tokens, BLOCK: tl.constexpr):
 def fill_document_blocks(layout, runs, rows: int, tokens: int, entries: int, tiles: int, block: int):
     """(row_ptr, row_split, row_order, col_idx, tile_idx, work) of by_query and of by_key, tile_runs, starts.
 
-    layout: from ``lay_out``, of keys that share the documents of the queries. runs: (2, lines) int32, see ``find_spans_kernel``.
+    layout: from ``lay_out``, of queries and keys. runs: (2, lines) int32, see ``find_spans_kernel``.
     rows: how many blocks there may be. tokens: of all documents. entries, tiles: capacities.
     """
     spans, bounds = empty_spans(rows, block, layout.device)

@@ -1,6 +1,6 @@
 """The table of packed documents in place, for patterns whose queries each keep one run of keys.
 
-    1. lay_out       where each document starts and ends, see ``layout.py``                      one program
+    1. lay_out       where each document starts and ends                                         one program
     2. find_spans    the run of each query; the key blocks that a query block touches and fills  one program per query block
     3. count_spans   how many query blocks touch and fill a key block                            one program per key block
     4. fill_spans    both tables, and the tiles of blocks that are not full                      one program per block of either
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from ...kernels.launch.launch import launch
-from .layout import K_LEN, K_START, Q_LEN, Q_START
 
 # Fields of a query block: the key blocks that it touches and fills, LOW .. HIGH - 1 and FULL_LOW .. FULL_HIGH - 1 within, both
 # HIGH if it fills none; how many it touches, and how many of these it does not fill. Of blocks by document also the ``Group`` that
@@ -34,6 +33,7 @@ SPAN_FIELDS = 9
 
 _ITEM = tl.constexpr(8)  # fields of a work item: see ``Table.work``
 _TILES_TOGETHER = 16
+_DOCUMENTS_TOGETHER = 1024
 _ROWS_TOGETHER = 512  # more do not fit the registers of one warp
 
 
@@ -54,6 +54,28 @@ class Group(NamedTuple):
     first: Any
     stop: Any
     before: Any
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["documents", "tokens", "longest"])
+def lay_out_kernel(cu_seqlens, layout, documents, tokens, longest, CHUNK: tl.constexpr):
+    """layout: (2, documents) int32, the first token and the tokens of each document. Ends that decrease or exceed the tokens cannot
+    be reported without synchronizing, so they are clamped: documents neither overlap nor exceed the tokens."""
+    reached = documents * 0
+    for first in range(0, documents, CHUNK):
+        document = first + tl.arange(0, CHUNK)
+        some = document < documents
+        start = tl.load(cu_seqlens + document, mask=some, other=0).to(tl.int64)
+        stop = tl.load(cu_seqlens + document + 1, mask=some, other=0).to(tl.int64)
+        start = tl.maximum(tl.associative_scan(tl.maximum(tl.minimum(start, tokens), 0).to(tl.int32), 0, _larger), reached)
+        stop = tl.maximum(tl.associative_scan(tl.maximum(tl.minimum(stop, tokens), 0).to(tl.int32), 0, _larger), start)
+        tl.store(layout + document, start, mask=some)
+        tl.store(layout + documents + document, tl.minimum(stop - start, longest), mask=some)
+        reached = tl.maximum(tl.max(stop, 0), reached)
 
 
 @triton.jit
@@ -84,19 +106,19 @@ def bisect_left(index, begin, end, value):
 
 
 @triton.jit(do_not_specialize=["documents", "rows", "before", "lines"])
-def find_spans_kernel(layout, runs, spans, bounds, documents, rows, before, lines, BLOCK: tl.constexpr):
-    """runs: (2, lines) int32, first and stop of each query of one long document, ``before`` of them above position 0. bounds: (2,
-    rows * BLOCK) int32, the same for each packed query on the packed key axis. spans: (SPAN_FIELDS, rows)."""
+def find_spans_kernel(queries, keys, runs, spans, bounds, documents, rows, before, lines, BLOCK: tl.constexpr):
+    """queries, keys: from ``lay_out``. runs: (2, lines) int32, first and stop of each query of one long document, ``before`` of
+    them above position 0. bounds: (2, rows * BLOCK) int32, the same for each packed query on the packed key axis. spans:
+    (SPAN_FIELDS, rows)."""
     row = tl.program_id(0)
     token = row * BLOCK + tl.arange(0, BLOCK)
-    starts = layout + Q_START * documents
     zero = token * 0
     # If several documents start at the same token, all except the last are empty.
-    document = tl.maximum(bisect_left(starts, zero, zero + documents, token + 1) - 1, 0)
-    local = token - tl.load(starts + document)
-    q_len = tl.load(layout + Q_LEN * documents + document)
-    k_start = tl.load(layout + K_START * documents + document)
-    k_len = tl.load(layout + K_LEN * documents + document)
+    document = tl.maximum(bisect_left(queries, zero, zero + documents, token + 1) - 1, 0)
+    local = token - tl.load(queries + document)
+    q_len = tl.load(queries + documents + document)
+    k_start = tl.load(keys + document)
+    k_len = tl.load(keys + documents + document)
     some = (local >= 0) & (local < q_len)
     line = before + local + k_len - q_len
     first = tl.load(runs + line, mask=some, other=0)
@@ -289,14 +311,23 @@ def fill_spans_kernel(
         _fill_column(spans, counts, by_key, starts, program - rows, rows, k_rows, BLOCK, ROWS)
 
 
-def fill_spans(layout, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int, block: int):
+def lay_out(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> torch.Tensor:
+    """(2, documents) int32: see ``lay_out_kernel``."""
+    documents = len(cu_seqlens) - 1
+    layout = torch.empty((2, documents), dtype=torch.int32, device=cu_seqlens.device)
+    constants = {"CHUNK": min(_DOCUMENTS_TOGETHER, triton.next_power_of_2(documents))}
+    launch(lay_out_kernel, (1, 1), [cu_seqlens, layout, documents, tokens, longest], constants, {"num_warps": 4})
+    return layout
+
+
+def fill_spans(queries, keys, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int, block: int):
     """``SpanTable`` of by_query and of by_key, tile_runs.
 
-    layout: from ``lay_out``. runs: (2, lines) int32, see ``find_spans_kernel``. rows, k_rows: blocks of the packed axes. before:
-    lines above position 0. entries, tiles: capacities.
+    queries, keys: from ``lay_out``. runs: (2, lines) int32, see ``find_spans_kernel``. rows, k_rows: blocks of the packed axes.
+    before: lines above position 0. entries, tiles: capacities.
     """
-    spans, bounds = empty_spans(rows, block, layout.device)
-    arguments = [layout, runs, spans, bounds, layout.shape[1], rows, before, runs.shape[1]]
+    spans, bounds = empty_spans(rows, block, runs.device)
+    arguments = [queries, keys, runs, spans, bounds, queries.shape[1], rows, before, runs.shape[1]]
     launch(find_spans_kernel, (rows, 1), arguments, {"BLOCK": block}, {"num_warps": 4})
     return build_span_tables(spans, bounds, k_rows, entries, tiles, block)
 
