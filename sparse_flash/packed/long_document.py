@@ -60,7 +60,7 @@ class LongDocument:
     @cached_property
     def _weights(self) -> tuple[np.ndarray, int, int]:
         """The most entries in a row of documents of up to n blocks, on average, for each n; in any row; in any column."""
-        rows, cols, _, _ = self.mask.entries()
+        rows, cols, _, _ = run_in_thread(self.mask.entries)
         entries = np.cumsum(np.bincount(np.maximum(rows, cols), minlength=self.k_blocks)[: self.k_blocks])
         densest = np.maximum.accumulate(entries / np.arange(1, self.k_blocks + 1))
         return densest, *(int(np.bincount(numbers, minlength=1).max()) for numbers in (rows, cols))

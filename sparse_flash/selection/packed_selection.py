@@ -84,7 +84,8 @@ class PackedSelection:
             axis, table = packed.queries, packed.mask
         first = ((axis.row_of_token - place.within) // self.block_size)[:, None]
         # Counted from 1, so that rows without a token, which get 0, pick none.
-        picks = torch.where(self.picks < 0, 0, self.picks + first + 1).to(torch.int32)
+        none = (self.picks < 0) | ~place.exists[:, None]
+        picks = torch.where(none, 0, self.picks + first + 1).to(torch.int32)
         picks = put_rows(picks, 1, axis.row_of_token, axis.rows)[None] - 1
         return BlockSelection(picks, axis.rows, axis.rows, self.block_size, own=False, always=table), axis
 
