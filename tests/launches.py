@@ -39,7 +39,7 @@ from sparse_flash.kernels.portable import backward, configs, decode, forward, me
 from sparse_flash.kernels.tables import splits
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.packed import kernels as packed_kernels
-from sparse_flash.packed.kernels import document_blocks, spans
+from sparse_flash.packed.kernels import spans
 from sparse_flash.selection import kernels as selection_kernels
 from sparse_flash.selection import triton as selection_triton
 from sparse_flash.selection.choice import BlockChoice
@@ -295,7 +295,7 @@ def packed(documents: int, tokens: int, rows: int):
     splits.split_rows(mask.by_query[:3], mask.by_key[:3], 64, 64, 64, 16 * tokens)
     runs = torch.zeros(2, tokens, dtype=torch.int32)
     spans.fill_spans(queries, keys, runs, rows, tokens, tokens, 64, 64, 128)
-    document_blocks.fill_document_blocks(queries, runs, rows, tokens, 64, 64, 128)
+    spans.fill_spans(queries, queries, runs, rows, rows, 0, 64, 64, 128, tokens)
 
 
 def merges(dtype: torch.dtype, dim: int, moved: bool, heads: int = 4, tokens: int = 256):

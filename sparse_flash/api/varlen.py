@@ -18,10 +18,10 @@ from ..masks.cache import to_traceable
 from ..masks.fit import check_fit, parse_if_names_tokens
 from ..masks.pattern import Pattern
 from ..packed.arguments import check_packed, to_documents
-from ..packed.documents import Axis, PackedDocuments
-from ..packed.in_place import build_packed_mask
+from ..packed.documents import Axis
+from ..packed.in_place import pack_documents
 from ..packed.kept import kept_of_documents
-from ..packed.moved import MovedDocuments, move_documents
+from ..packed.moved import MovedDocuments
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection, check_packed_selection
 from .attention import attention
@@ -76,24 +76,23 @@ def attention_varlen(
     the token count they are clamped, and a document longer than the maximum uses only its first tokens. On a CPU both raise
     ValueError. Arguments that do not fit together raise ValueError everywhere, wrong types TypeError.
 
-    If each query keeps one run of keys and runs ascend (causal, local, prefix, full and their intersections), documents are
-    attended to in place, in blocks that neighbours may share: masked values are multiplied by a weight of 0 there, so infinities
-    and NaN in one document, or past the last, can reach a neighbour. Under other patterns, documents are moved to blocks of their
-    own and back, which copies q, k, v and the results; each document takes whole blocks of 128 tokens there. Under a
+    If each query keeps one run of keys and runs ascend (causal, local, prefix, full and their intersections), a GPU attends to
+    documents in place, in blocks that neighbours may share: masked values are multiplied by a weight of 0 there, so infinities and
+    NaN in one document, or past the last, can reach a neighbour. Under other patterns and on a CPU, documents are moved to blocks
+    of their own and back, which copies q, k, v and the results; each document takes whole blocks of 128 tokens there. Under a
     PackedSelection documents are moved too. Infinities and NaN can still reach documents nearby there if the query heads that share
-    a choice are not a power of two, or beside ``always`` on the back end torch.
+    a choice are not a power of two, or next to ``always`` on the back end torch.
 
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """
     check_types(q, k, v)
-    q, k, v = cast_for_autocast(q, k, v)
+    tensors = cast_for_autocast(q, k, v)
     options: dict[str, Any] = {"scale": scale, "deterministic": deterministic, "backend": backend}
     if isinstance(mask, PackedSelection):
-        check_packed(q, k, v)
+        check_packed(*tensors)
         check_packed_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         selection, axis = mask.to_block_axis()
-        options["return_block_lse"] = return_block_lse
-        return _attend_moved(q, k, v, selection, axis, axis, return_lse, options)
+        return _attend_moved(tensors, selection, axis, axis, return_lse, options | {"return_block_lse": return_block_lse})
     if return_block_lse:
         raise ValueError(f"return_block_lse needs a PackedSelection as mask; got {type(mask).__name__}; leave it out")
     mask = "full" if mask is None else mask
@@ -102,29 +101,26 @@ def attention_varlen(
     if not isinstance(mask, (Pattern, str)):
         hint = "; a BlockMask has one length, so pass the pattern that it was compiled from" * (type(mask).__name__ == "BlockMask")
         raise TypeError(f"mask must be a Pattern, its spec text or None; got {type(mask).__name__}{hint}")
-    settings = mask, max_seqlen_q, max_seqlen_k, scale, resolve_deterministic(deterministic), backend
+    settings = cu_seqlens_k is None, mask, max_seqlen_q, max_seqlen_k, scale, resolve_deterministic(deterministic), backend
     starts = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    prepare = partial(_prepare, q, k, v, cu_seqlens_q, cu_seqlens_k, *settings)
-    are_tensors = isinstance(starts[0], torch.Tensor) and isinstance(starts[1], torch.Tensor)
-    if are_tensors and _HASHABLE.issuperset(map(type, settings[1:])):
+    prepare = partial(_prepare, tensors, starts, *settings)
+    if all(map(torch.is_tensor, starts)) and _HASHABLE.issuperset(map(type, settings[2:])):
         # All that ``_prepare`` depends on besides cu_seqlens.
-        call, moved = kept_of_documents(starts, (*settings, cu_seqlens_k is None, *layouts((q, k, v))), prepare)
+        call, moved = kept_of_documents(starts, (*settings, *layouts(tensors)), prepare)
     else:
         call, moved = prepare(lambda function: function())
     if moved is not None:
-        return _attend_moved(q, k, v, *moved, return_lse, options)
-    call = call.on(q, k, v)
-    observe(call.mask, q, k)
+        return _attend_moved(tensors, *moved, return_lse, options)
+    call = call.on(*tensors)
+    observe(call.mask, *tensors[:2])
     out, lse = operators.attend_to_documents(call)
     return (out, lse) if return_lse else out
 
 
 def _prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    starts: tuple[torch.Tensor, torch.Tensor],
+    same: bool,
     mask: Pattern | str,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
@@ -134,21 +130,18 @@ def _prepare(
     run: Callable[[Callable[[], Any]], Any],
 ) -> tuple[AttentionCall, MovedDocuments | None]:
     """Checks a call, and makes its table. Returns (the call in place, without tensors; None), or documents that are to be moved.
-    run: see ``kept_of_documents``."""
-    check_packed(q, k, v)
-    same = cu_seqlens_k is None or (len(k) == len(q) and cu_seqlens_k is cu_seqlens_q)
+    same: whether cu_seqlens_k was left out. run: see ``kept_of_documents``."""
+    check_packed(*tensors)
+    q, k, _ = tensors
     if same and len(k) != len(q):
         raise ValueError(f"q has {len(q)} tokens and k {len(k)}; pass cu_seqlens_k, which says where k's documents start")
-    queries = to_documents("q", q, cu_seqlens_q, max_seqlen_q)
-    keys = to_documents("k", k, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_k)
-    if len(queries.cu_seqlens) != len(keys.cu_seqlens):
-        raise ValueError(
-            "cu_seqlens_q and cu_seqlens_k must be of as many documents; "
-            f"got {len(queries.cu_seqlens) - 1} and {len(keys.cu_seqlens) - 1}"
-        )
+    same = same or (len(k) == len(q) and starts[0] is starts[1])
+    queries, keys = to_documents("q", q, starts[0], max_seqlen_q), to_documents("k", k, starts[1], max_seqlen_k)
+    documents = [len(side.cu_seqlens) - 1 for side in (queries, keys)]
+    if documents[0] != documents[1]:
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of as many documents; got {documents[0]} and {documents[1]}")
     if same and keys.longest < queries.longest:
         queries = keys
-
     if torch.compiler.is_compiling():
         mask = to_traceable(mask)
     elif q.device.type == "cpu" and (named := parse_if_names_tokens(mask)) is not None:
@@ -156,31 +149,19 @@ def _prepare(
             check_fit(named, *lengths)
     packed: Any = mask  # unused without tokens
     if not (0 in q.shape or 0 in k.shape):
-        packed = run(partial(_pack, mask, queries, None if same else keys))
+        packed = run(partial(pack_documents, mask, queries, None if same else keys))
     moved = packed if isinstance(packed, MovedDocuments) else None
-    q, k, v = map(operators.documents_as_batch, (q, k, v))
+    q, k, v = map(operators.documents_as_batch, tensors)
     call = build_call(q, k, v, None if moved else packed, scale, deterministic, backend, None, {})
     return call.on(*operators.NO_TENSORS), moved
 
 
-def _pack(mask: Pattern | str, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | MovedDocuments:
-    """The mask of documents in place, or in blocks of their own under a pattern that this takes."""
-    in_place = build_packed_mask(mask, queries, keys)
-    return move_documents(mask, queries, keys) if in_place is None else in_place
-
-
 def _attend_moved(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: BlockMask | BlockSelection,
-    queries: Axis,
-    keys: Axis,
-    return_lse: bool,
-    options: dict[str, Any],
+    tensors: tuple[torch.Tensor, ...], mask: BlockMask | BlockSelection, queries: Axis, keys: Axis, return_lse: bool, options: dict
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention on the axes of blocks, with out, lse and perhaps the lse of picked blocks moved back to the tokens."""
-    out, lse, *of_picks = attention(queries.to_blocks(q), *map(keys.to_blocks, (k, v)), mask, return_lse=True, **options)
+    moved = (axis.to_blocks(x) for axis, x in zip((queries, keys, keys), tensors, strict=True))
+    out, lse, *of_picks = attention(*moved, mask, return_lse=True, **options)
     found = [queries.to_tokens(out.squeeze(0).transpose(0, 1), 0)]
     found += [queries.to_tokens(of_rows.squeeze(0), 1) for of_rows in ([lse] if return_lse else []) + of_picks]
     return tuple(found) if len(found) > 1 else found[0]

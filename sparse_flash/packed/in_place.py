@@ -26,38 +26,36 @@ from ..masks.select_blocks import build_work
 from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, KernelTables, Table, most_splits
 from .documents import BLOCK, PackedDocuments, most_blocks, read_sizes
 from .long_document import LongRuns, long_document
+from .moved import MovedDocuments, move_documents
 
 # Blocks that start where documents start pay for calls of so many tokens, with so many in a document on average, of drawn lengths,
 # under patterns of which a query keeps runs of up to so many keys (docs/performance.md).
 _LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN = 16384, 512, 1024
 
 
-def build_packed_mask(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | None:
-    """The mask of the packed axes under which each document attends only to itself, by the pattern. None where kernels cannot make
-    its table, and unless each query of the pattern keeps one run of keys, ascending from query to query.
+def pack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | MovedDocuments:
+    """The mask of the packed axes under which each document attends only to itself, by the pattern. Moved documents where kernels
+    cannot make its table, and unless each query of the pattern keeps one run of keys, ascending from query to query.
 
     pattern: a Pattern or its spec text. keys: None if they share the documents of the queries.
     """
     q_side, k_side = read_sizes(queries, keys)
-    starts, is_plain = (q_side.cu_seqlens, k_side.cu_seqlens), is_plain_eager(q_side.cu_seqlens, k_side.cu_seqlens)
-    if not can_use_kernels(starts[0].device):
-        return None
-    if keys is None and is_plain and _can_align_blocks(*q_side[:2]):
-        runs = long_document(pattern, q_side.longest, q_side.longest, True, starts[0].device).runs
-        if runs is not None and runs.longest >= _LEAST_RUN:
-            return _MaskOfDocuments(runs, *q_side)
-    sizes = *q_side[1:], *k_side[1:], keys is None
-    plan, constants = _make_plan(pattern, *sizes, starts[0].device)
+    (starts, tokens, longest), device = q_side, q_side.cu_seqlens.device
+    if not can_use_kernels(device):
+        return move_documents(pattern, queries, keys)
+    is_plain = is_plain_eager(starts, k_side.cu_seqlens)
+    documents = starts.shape[0] - 1
+    if keys is None and is_plain and documents > 1 and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN):
+        long_runs = long_document(pattern, longest, longest, True, device).runs
+        if long_runs is not None and long_runs.longest >= _LEAST_RUN:
+            return _MaskOfDocuments(long_runs, starts, tokens, longest)
+    sizes = tokens, longest, *k_side[1:], keys is None
+    plan, constants = _make_plan(pattern, *sizes, device)
     if not plan:
-        return None
+        return move_documents(pattern, queries, keys)
     runs, mask_index, tile_bits = fake_tensors_if_needed(constants)
-    *tables, tile_runs = (_assemble if is_plain else _assemble_operator)(runs, *starts, *sizes, *plan)
-    return BlockMask.from_tensors(q_side.tokens, k_side.tokens, BLOCK, [mask_index, *tables, tile_runs, tile_bits])
-
-
-def _can_align_blocks(starts: torch.Tensor, tokens: int) -> bool:
-    documents = len(starts) - 1
-    return documents > 1 and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN)
+    tables = (_assemble if is_plain else _assemble_operator)(runs, starts, k_side.cu_seqlens, *sizes, *plan)
+    return BlockMask.from_tensors(tokens, k_side.tokens, BLOCK, [mask_index, *tables, tile_bits])
 
 
 @constant_in_graphs
@@ -85,8 +83,11 @@ def _assemble(
 ) -> list[torch.Tensor]:
     """The tensors of by_query and by_key, and tile_runs. runs: of ``LongRuns``. before: blocks of queries of the long document
     before its first key. entries, tiles: capacities."""
-    queries = _lay_out(q_starts, q_tokens, q_longest)
-    keys = queries if shares_documents else _lay_out(k_starts, k_tokens, k_longest)
+    from .kernels.spans import lay_out
+
+    with current_device(runs.device):
+        queries = lay_out(q_starts, q_tokens, q_longest)
+        keys = queries if shares_documents else lay_out(k_starts, k_tokens, k_longest)
     return _fill_tables(queries, keys, runs, -(-q_tokens // BLOCK), -(-k_tokens // BLOCK), before * BLOCK, entries, tiles)
 
 
@@ -104,20 +105,12 @@ def _(runs, q_starts, k_starts, q_tokens, q_longest, k_tokens, k_longest, shares
     return [runs.new_empty(shape) for shape in (*shapes, (tiles, BLOCK))]
 
 
-def _lay_out(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> torch.Tensor:
-    """``lay_out`` of kernels."""
-    from .kernels.spans import lay_out
-
-    with current_device(cu_seqlens.device):
-        return lay_out(cu_seqlens, tokens, longest)
-
-
 def _fill_tables(queries, keys, runs: torch.Tensor, rows: int, k_rows: int, *sizes: int) -> list[torch.Tensor]:
     """The same as ``_assemble``. Arguments as for ``fill_spans``."""
     from .kernels.spans import fill_spans
 
     with current_device(runs.device):
-        by_query, by_key, tile_runs = fill_spans(queries, keys, runs, rows, k_rows, *sizes, BLOCK)
+        by_query, by_key, tile_runs, _ = fill_spans(queries, keys, runs, rows, k_rows, *sizes, BLOCK)
         work = build_work(by_query[:3], by_key[:3], k_rows, rows)
     return [*by_query[:5], *work[0], *by_key[:5], *work[1], tile_runs]
 
@@ -131,9 +124,13 @@ class _MaskOfDocuments(BlockMask):
     _longest: int
 
     def __init__(self, runs: LongRuns, cu_seqlens: torch.Tensor, tokens: int, longest: int):
+        from .kernels.spans import lay_out
+
         _, mask_index, tile_bits = runs.constants
         vars(self).update(q_len=tokens, kv_len=tokens, block_size=BLOCK, keeps_all=False, mask_index=mask_index)
-        vars(self).update(tile_bits=tile_bits, _runs=runs, _longest=longest, _layout=_lay_out(cu_seqlens, tokens, longest))
+        with current_device(cu_seqlens.device):
+            layout = lay_out(cu_seqlens, tokens, longest)
+        vars(self).update(tile_bits=tile_bits, _runs=runs, _longest=longest, _layout=layout)
 
     @property
     def by_query(self) -> Table:
@@ -155,16 +152,17 @@ class _MaskOfDocuments(BlockMask):
 
     @cached_property
     def by_document(self) -> KernelTables:
-        from .kernels.document_blocks import fill_document_blocks
+        from .kernels.spans import fill_spans
 
         runs, mask_index, tile_bits = self._runs.constants
-        blocks, tokens = most_blocks(self.q_len, self._layout.shape[1]), self.q_len
+        blocks, layout = most_blocks(self.q_len, self._layout.shape[1]), self._layout
         with current_device(self.device):
-            tables = fill_document_blocks(self._layout, runs, blocks, tokens, *self._find_capacity(blocks), BLOCK)
-        rows, columns, tile_runs, starts = tables
+            *tables, tile_runs, starts = fill_spans(
+                layout, layout, runs, blocks, blocks, 0, *self._find_capacity(blocks), BLOCK, self.q_len
+            )
         no_splits = tile_bits[:1, :2, :SPLIT_FIELDS]
-        by_query, by_key = (Table(*lines) for lines in ([*rows, no_splits], [*columns, no_splits]))
-        return document_tables(mask_index, by_query, by_key, (tile_runs, tile_bits), starts)
+        by_query, by_key = (Table(*table, no_splits) for table in tables)
+        return document_tables(mask_index, by_query, by_key, (tile_runs, tile_bits), starts[:-1])
 
     def _find_capacity(self, blocks: int) -> tuple[int, int]:
         return self._runs.find_capacity(blocks, blocks, self._longest)

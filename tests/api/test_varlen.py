@@ -154,10 +154,10 @@ STARTS = {
 def test_the_table_keeps_what_the_pattern_keeps_in_each_document(name, starts, monkeypatch):
     monkeypatch.setattr(in_place, "can_use_kernels", lambda device: True)
     pattern, (queries, keys) = "full" if name == "dense" else PATTERNS[name], sides_of(*STARTS[starts])
-    mask, rows = in_place.build_packed_mask(pattern, queries, keys), [torch.arange(1000, device=DEVICE)] * 2
-    assert (mask is None) == (name not in SINGLE_RUNS)
-    if mask is None:
-        mask, *axes = moved.move_documents(pattern, queries, keys)
+    mask, rows = in_place.pack_documents(pattern, queries, keys), [torch.arange(1000, device=DEVICE)] * 2
+    assert isinstance(mask, moved.MovedDocuments) == (name not in SINGLE_RUNS)
+    if isinstance(mask, moved.MovedDocuments):
+        mask, *axes = mask
         rows = [axis.row_of_token for axis in axes]
     assert_well_formed(mask)
     wanted, kept = torch.zeros(1000, 1000, dtype=torch.bool, device=DEVICE), mask.to_dense()

@@ -141,7 +141,7 @@ def by_kernels(at_any_cost, monkeypatch):
 def packed_mask(name: str, cu_seqlens=None) -> sf.BlockMask:
     pattern, bounds, tokens, longest = PACKED[name]
     starts = torch.tensor(bounds, device=DEVICE) if cu_seqlens is None else cu_seqlens
-    return in_place.build_packed_mask(pattern, PackedDocuments(starts, tokens, longest), None)
+    return in_place.pack_documents(pattern, PackedDocuments(starts, tokens, longest), None)
 
 
 @pytest.mark.parametrize("table", ["by_query", "by_key"])
@@ -156,7 +156,7 @@ def test_kernels_lay_packed_documents_out_by_document(by_kernels, name, table):
 def test_blocks_of_a_packed_document_are_visited_together_the_longest_document_first(by_kernels, pattern, table):
     ends = 0, 100, 500, 1500, 1900, 2600
     side = PackedDocuments(torch.tensor(ends, device=DEVICE), ends[-1] + 300, 1000)
-    work = getattr(in_place.build_packed_mask(pattern, side, None).by_document, table).work[0].cpu().numpy()
+    work = getattr(in_place.pack_documents(pattern, side, None).by_document, table).work[0].cpu().numpy()
     work = work[work[:, 0] < work[:, 7]]  # of blocks with tokens
     # The tokens after the last document lie in its blocks.
     document = np.searchsorted(ends[:-1], work[:, 0], side="right") - 1

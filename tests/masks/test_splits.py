@@ -80,7 +80,7 @@ def test_packed_documents_are_split_by_query_and_by_key(way):
     documents = PackedDocuments(torch.tensor([0, 40, 700, 760], device=DEVICE), 760, 700)
     with pytest.MonkeyPatch.context() as patch, heavy_rows_split():
         patch.setattr(in_place, "can_use_kernels", lambda device: True)
-        make = in_place.build_packed_mask if way == "in place" else lambda *call: moved.move_documents(*call).mask
+        make = in_place.pack_documents if way == "in place" else lambda *call: moved.move_documents(*call).mask
         mask = make("causal", documents, None)
         for table in (mask.by_query, mask.by_key):
             assert (table.splits[0, :, 2] > 1).any()

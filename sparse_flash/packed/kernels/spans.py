@@ -1,4 +1,4 @@
-"""The table of packed documents in place, for patterns whose queries each keep one run of keys.
+"""The tables of packed documents in place, for patterns whose queries each keep one run of keys.
 
     1. lay_out       where each document starts and ends                                         one program
     2. find_spans    the run of each query; the key blocks that a query block touches and fills  one program per query block
@@ -7,6 +7,10 @@
 
 The key blocks that a query block touches are treated as one range, and the full ones as a range within it. A tile's number is then
 that of the query block's first tile plus a column difference, which both tables can compute.
+
+Blocks may start where documents start instead, see ``masks/document_blocks.py``: then find_own_spans takes the place of find_spans,
+and says where. Tokens behind a document that belong to no document lie in its last blocks, and in blocks of their own. The order of
+blocks is document by document, the longest first: see ``masks.table.groups_of``.
 """
 
 from typing import Any, NamedTuple
@@ -29,11 +33,11 @@ _PARTIAL = tl.constexpr(5)
 _GROUP_FIRST = tl.constexpr(6)
 _GROUP_STOP = tl.constexpr(7)
 _GROUP_BEFORE = tl.constexpr(8)
-SPAN_FIELDS = 9
+_SPAN_FIELDS = 9
 
 _ITEM = tl.constexpr(8)  # fields of a work item: see ``Table.work``
 _TILES_TOGETHER = 16
-_DOCUMENTS_TOGETHER = 1024
+_DOCUMENTS_TOGETHER = 512
 _ROWS_TOGETHER = 512  # more do not fit the registers of one warp
 
 
@@ -79,7 +83,7 @@ def lay_out_kernel(cu_seqlens, layout, documents, tokens, longest, CHUNK: tl.con
 
 
 @triton.jit
-def locate_row(totals, row, total, rows, group, CHUNK: tl.constexpr):
+def _locate_row(totals, row, total, rows, group, CHUNK: tl.constexpr):
     """(entries of the block rows above this one, its position in the order). Within its ``Group``, heavier block rows come first,
     and of equally heavy ones the upper."""
     begin = row * 0
@@ -94,7 +98,7 @@ def locate_row(totals, row, total, rows, group, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def bisect_left(index, begin, end, value):
+def _bisect_left(index, begin, end, value):
     """For each lane the first of begin .. end - 1 whose index is at least ``value``, or end; the index must ascend there."""
     while tl.max(end - begin, 0) > 0:
         unsettled = begin < end
@@ -109,12 +113,12 @@ def bisect_left(index, begin, end, value):
 def find_spans_kernel(queries, keys, runs, spans, bounds, documents, rows, before, lines, BLOCK: tl.constexpr):
     """queries, keys: from ``lay_out``. runs: (2, lines) int32, first and stop of each query of one long document, ``before`` of
     them above position 0. bounds: (2, rows * BLOCK) int32, the same for each packed query on the packed key axis. spans:
-    (SPAN_FIELDS, rows)."""
+    (_SPAN_FIELDS, rows)."""
     row = tl.program_id(0)
     token = row * BLOCK + tl.arange(0, BLOCK)
     zero = token * 0
     # If several documents start at the same token, all except the last are empty.
-    document = tl.maximum(bisect_left(queries, zero, zero + documents, token + 1) - 1, 0)
+    document = tl.maximum(_bisect_left(queries, zero, zero + documents, token + 1) - 1, 0)
     local = token - tl.load(queries + document)
     q_len = tl.load(queries + documents + document)
     k_start = tl.load(keys + document)
@@ -123,11 +127,11 @@ def find_spans_kernel(queries, keys, runs, spans, bounds, documents, rows, befor
     line = before + local + k_len - q_len
     first = tl.load(runs + line, mask=some, other=0)
     stop = tl.minimum(tl.load(runs + lines + line, mask=some, other=0), k_len)
-    store_span(spans, bounds, row, rows, first, stop, k_start, token >= 0, BLOCK)
+    _store_span(spans, bounds, row, rows, first, stop, k_start, token >= 0, BLOCK)
 
 
 @triton.jit
-def store_span(spans, bounds, row, rows, first, stop, shift, exists, BLOCK: tl.constexpr):
+def _store_span(spans, bounds, row, rows, first, stop, shift, exists, BLOCK: tl.constexpr):
     """Stores the runs of a query block, which ``shift`` moves to their place, and the key blocks that it touches and fills. exists:
     which queries have a say in what it fills."""
     some = first < stop
@@ -154,11 +158,67 @@ def store_span(spans, bounds, row, rows, first, stop, shift, exists, BLOCK: tl.c
     tl.store(spans + _PARTIAL * rows + row, (high - low) - (full_high - full_low))
 
 
+@triton.jit(do_not_specialize=["documents", "rows", "tokens", "lines"])
+def find_own_spans_kernel(
+    layout, runs, spans, bounds, starts, documents, rows, tokens, lines, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):
+    """``find_spans_kernel`` for these blocks, with bounds on the axis of whole blocks. starts: (rows + 2,) int32; past the last
+    block the number of tokens, and in the end how many blocks there are."""
+    row = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    document, first_token, first_row, end, above = row * 0 - 1, row * 0, row * 0, row * 0, row * 0
+    own_blocks = row * 0
+    for begin in range(0, documents, CHUNK):
+        other = begin + lane
+        start, stop, blocks = _load_extents(layout, other, documents, tokens, BLOCK)
+        first = above + tl.cumsum(blocks, 0) - blocks
+        mine = (first <= row) & (row < first + blocks)
+        document = tl.maximum(document, tl.max(tl.where(mine, other, -1), 0))
+        first_token += tl.sum(tl.where(mine, start, 0), 0)
+        first_row += tl.sum(tl.where(mine, first, 0), 0)
+        own_blocks += tl.sum(tl.where(mine, blocks, 0), 0)
+        end += tl.sum(tl.where(mine, stop, 0), 0)
+        above += tl.sum(blocks, 0)
+    inside = document >= 0
+    begin = tl.where(inside, first_token + (row - first_row) * BLOCK, tokens)
+    end = tl.where(inside, end, tokens)
+    tl.store(starts + row, begin)
+    tl.store(starts + rows, tokens, mask=row == rows - 1)
+    tl.store(starts + rows + 1, above, mask=row == rows - 1)
+
+    before = row * 0
+    for others in range(0, documents, CHUNK):
+        other = others + lane
+        _, _, blocks = _load_extents(layout, other, documents, tokens, BLOCK)
+        longer = (blocks > own_blocks) | ((blocks == own_blocks) & (other < document))
+        before += tl.sum(tl.where(longer, blocks, 0), 0)
+    # Blocks of no document come last.
+    first_row = tl.where(inside, first_row, above)
+    tl.store(spans + _GROUP_FIRST * rows + row, first_row)
+    tl.store(spans + _GROUP_STOP * rows + row, tl.where(inside, first_row + own_blocks, rows))
+    tl.store(spans + _GROUP_BEFORE * rows + row, before)
+
+    token = begin + tl.arange(0, BLOCK)
+    exists = token < end
+    line = layout + tl.maximum(document, 0)
+    start, length = tl.load(line), tl.load(line + documents)
+    position = token - start
+    some = exists & (position >= 0) & (position < length)
+    first = tl.load(runs + position, mask=some, other=0)
+    stop = tl.minimum(tl.load(runs + lines + position, mask=some, other=0), length)
+    _store_span(spans, bounds, row, rows, first, stop, first_row * BLOCK + start - first_token, exists, BLOCK)
+
+
 @triton.jit
-def store_group(spans, row, rows, group):
-    tl.store(spans + _GROUP_FIRST * rows + row, group.first)
-    tl.store(spans + _GROUP_STOP * rows + row, group.stop)
-    tl.store(spans + _GROUP_BEFORE * rows + row, group.before)
+def _load_extents(layout, document, documents, tokens, BLOCK: tl.constexpr):
+    """(the first token of each document, where its last block ends, how many blocks it has). Tokens before the first document, if
+    there are any, lie in its blocks, and so do those behind a document."""
+    starts = layout + document
+    start = tl.load(starts, mask=(document > 0) & (document < documents), other=0)
+    start = tl.where(document < documents, start, tokens)
+    stop = tl.load(starts + 1, mask=document + 1 < documents, other=0)
+    stop = tl.where(document + 1 < documents, stop, tokens)
+    return start, stop, (stop - start + BLOCK - 1) // BLOCK
 
 
 @triton.jit
@@ -206,7 +266,7 @@ def _name_blocks(starts, block, some):
 
 @triton.jit
 def _store_row(table, starts, row, rank, begin, partial, end, rows, BLOCK: tl.constexpr):
-    """Writes the bounds of a row. rank: see ``locate_row``. Also writes the work item of a row of blocks that start at ``starts``:
+    """Writes the bounds of a row. rank: see ``_locate_row``. Also writes the work item of a row of blocks that start at ``starts``:
     see ``document_tables``."""
     tl.store(table.row_ptr + row, begin)
     tl.store(table.row_ptr + rows, end, mask=row == rows - 1)
@@ -232,7 +292,7 @@ def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.const
     low, full_low, full_high, high = _load_spans(spans, row, rows)
     touched = high - low
     full = full_high - full_low
-    begin, rank = locate_row(spans + _TOUCHED * rows, row, touched, rows, _load_group(spans, starts, row, rows), ROWS)
+    begin, rank = _locate_row(spans + _TOUCHED * rows, row, touched, rows, _load_group(spans, starts, row, rows), ROWS)
     end = begin + touched
     _store_row(table, starts, row, rank, begin, begin + full, end, rows, BLOCK)
     for start in range(0, full, BLOCK):
@@ -240,7 +300,7 @@ def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.const
         tl.store(table.col_idx + begin + e, _name_blocks(starts, full_low + e, e < full), mask=e < full)
         tl.store(table.tile_idx + begin + e, e * 0, mask=e < full)
 
-    first_tile, _ = locate_row(spans + _PARTIAL * rows, row, 0, rows, Group(0, rows, 0), ROWS)
+    first_tile, _ = _locate_row(spans + _PARTIAL * rows, row, 0, rows, Group(0, rows, 0), ROWS)
     token = tl.arange(0, BLOCK)
     first = tl.load(bounds + row * BLOCK + token)[None, :]
     stop = tl.load(bounds + (rows + row) * BLOCK + token)[None, :]
@@ -262,7 +322,7 @@ def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.const
 def _fill_column(spans, counts, table, starts, column, rows, k_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """A key block's part of by_key."""
     touched = tl.load(counts + column)
-    begin, rank = locate_row(counts, column, touched, k_rows, _load_group(spans, starts, column, k_rows), ROWS)
+    begin, rank = _locate_row(counts, column, touched, k_rows, _load_group(spans, starts, column, k_rows), ROWS)
     partial = begin + tl.load(counts + k_rows + column)
     end = begin + touched
     _store_row(table, starts, column, rank, begin, partial, end, k_rows, BLOCK)
@@ -320,33 +380,34 @@ def lay_out(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> torch.Tensor
     return layout
 
 
-def fill_spans(queries, keys, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int, block: int):
-    """``SpanTable`` of by_query and of by_key, tile_runs.
+def fill_spans(
+    queries, keys, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int, block: int, tokens: int | None = None
+):
+    """``SpanTable`` of by_query and of by_key, tile_runs, and starts: see ``fill_spans_kernel``.
 
     queries, keys: from ``lay_out``. runs: (2, lines) int32, see ``find_spans_kernel``. rows, k_rows: blocks of the packed axes.
-    before: lines above position 0. entries, tiles: capacities.
+    before: lines above position 0. entries, tiles: capacities. tokens: of all documents, in blocks that start where documents of
+    queries and keys start, of which there may be so many rows; then each table also has its work items.
     """
-    spans, bounds = empty_spans(rows, block, runs.device)
-    arguments = [queries, keys, runs, spans, bounds, queries.shape[1], rows, before, runs.shape[1]]
-    launch(find_spans_kernel, (rows, 1), arguments, {"BLOCK": block}, {"num_warps": 4})
-    return build_span_tables(spans, bounds, k_rows, entries, tiles, block)
-
-
-def empty_spans(rows: int, block: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """spans, bounds: see ``find_spans_kernel``."""
-    shapes = (SPAN_FIELDS, rows), (2, rows * block)
-    return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
-
-
-def build_span_tables(spans, bounds, k_rows: int, entries: int, tiles: int, block: int, starts=None):
-    """Returns the same as ``fill_spans``. starts: see ``fill_spans_kernel``; then each table also has its work items."""
-    rows, kind, tables = spans.shape[1], {"dtype": torch.int32, "device": spans.device}, []
-    counts, new_runs = (torch.empty(shape, **kind) for shape in ((2, k_rows), (tiles, block)))
-    launch(count_spans_kernel, (k_rows, 1), [spans, counts, rows, k_rows], {"ROWS": _ROWS_TOGETHER}, {"num_warps": 4})
-    for lines in (rows, k_rows):
-        shapes = (1, lines + 1), (1, lines, 2), (1, lines), (entries,), (entries,), (1, lines, _ITEM.value)
-        tables.append(SpanTable(*(torch.empty(shape, **kind) for shape in (shapes if starts is not None else shapes[:-1]))))
+    kind, documents, lines = {"dtype": torch.int32, "device": runs.device}, queries.shape[1], runs.shape[1]
+    shapes = (_SPAN_FIELDS, rows), (2, rows * block), (2, k_rows), (tiles, block)
+    spans, bounds, counts, new_runs = (torch.empty(shape, **kind) for shape in shapes)
+    constants = {"BLOCK": block}
+    if tokens is None:
+        starts, arguments = None, [queries, keys, runs, spans, bounds, documents, rows, before, lines]
+        launch(find_spans_kernel, (rows, 1), arguments, constants, {"num_warps": 4})
+    else:
+        starts = torch.empty(rows + 2, **kind)
+        arguments = [queries, runs, spans, bounds, starts, documents, rows, tokens, lines]
+        chunk = {"CHUNK": min(_DOCUMENTS_TOGETHER, triton.next_power_of_2(documents))}
+        launch(find_own_spans_kernel, (rows, 1), arguments, constants | chunk, {"num_warps": 4})
+    together = {"ROWS": _ROWS_TOGETHER}
+    launch(count_spans_kernel, (k_rows, 1), [spans, counts, rows, k_rows], together, {"num_warps": 4})
+    tables = []
+    for length in (rows, k_rows):
+        shapes = (1, length + 1), (1, length, 2), (1, length), (entries,), (entries,), (1, length, _ITEM.value)
+        tables.append(SpanTable(*(torch.empty(shape, **kind) for shape in (shapes[:-1] if starts is None else shapes))))
     arguments = [spans, counts, bounds, new_runs, *tables, starts, rows, k_rows]
-    constants = {"BLOCK": block, "TILES": _TILES_TOGETHER, "ROWS": _ROWS_TOGETHER}
+    constants |= {"TILES": _TILES_TOGETHER, **together}
     launch(fill_spans_kernel, (rows + k_rows, 1), arguments, constants, {"num_warps": 4}, (starts is not None,))
-    return *tables, new_runs
+    return *tables, new_runs, starts
