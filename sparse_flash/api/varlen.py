@@ -157,11 +157,11 @@ def _prepare(
 
 
 def _attend_moved(
-    tensors: tuple[torch.Tensor, ...], mask: BlockMask | BlockSelection, queries: Axis, keys: Axis, return_lse: bool, options: dict
+    tensors: tuple[torch.Tensor, ...], mask: BlockMask | BlockSelection, queries: Axis, keys: Axis, return_lse: bool, options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention on the axes of blocks, with out, lse and perhaps the lse of picked blocks moved back to the tokens."""
-    moved = (axis.to_blocks(x) for axis, x in zip((queries, keys, keys), tensors, strict=True))
-    out, lse, *of_picks = attention(*moved, mask, return_lse=True, **options)
+    q, k, v = (axis.to_blocks(x) for axis, x in zip((queries, keys, keys), tensors, strict=True))
+    out, lse, *of_picks = attention(q, k, v, mask, return_lse=True, **options)
     found = [queries.to_tokens(out.squeeze(0).transpose(0, 1), 0)]
     found += [queries.to_tokens(of_rows.squeeze(0), 1) for of_rows in ([lse] if return_lse else []) + of_picks]
     return tuple(found) if len(found) > 1 else found[0]

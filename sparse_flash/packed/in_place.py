@@ -105,12 +105,12 @@ def _(runs, q_starts, k_starts, q_tokens, q_longest, k_tokens, k_longest, shares
     return [runs.new_empty(shape) for shape in (*shapes, (tiles, BLOCK))]
 
 
-def _fill_tables(queries, keys, runs: torch.Tensor, rows: int, k_rows: int, *sizes: int) -> list[torch.Tensor]:
+def _fill_tables(queries, keys, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int) -> list[torch.Tensor]:
     """The same as ``_assemble``. Arguments as for ``fill_spans``."""
     from .kernels.spans import fill_spans
 
     with current_device(runs.device):
-        by_query, by_key, tile_runs, _ = fill_spans(queries, keys, runs, rows, k_rows, *sizes, BLOCK)
+        by_query, by_key, tile_runs, _ = fill_spans(queries, keys, runs, rows, k_rows, before, entries, tiles, BLOCK)
         work = build_work(by_query[:3], by_key[:3], k_rows, rows)
     return [*by_query[:5], *work[0], *by_key[:5], *work[1], tile_runs]
 
@@ -156,12 +156,11 @@ class _MaskOfDocuments(BlockMask):
 
         runs, mask_index, tile_bits = self._runs.constants
         blocks, layout = most_blocks(self.q_len, self._layout.shape[1]), self._layout
+        capacity = self._find_capacity(blocks)
         with current_device(self.device):
-            *tables, tile_runs, starts = fill_spans(
-                layout, layout, runs, blocks, blocks, 0, *self._find_capacity(blocks), BLOCK, self.q_len
-            )
+            *tables, tile_runs, starts = fill_spans(layout, layout, runs, blocks, blocks, 0, *capacity, BLOCK, self.q_len)
         no_splits = tile_bits[:1, :2, :SPLIT_FIELDS]
-        by_query, by_key = (Table(*table, no_splits) for table in tables)
+        by_query, by_key = (Table(*[*table, no_splits]) for table in tables)
         return document_tables(mask_index, by_query, by_key, (tile_runs, tile_bits), starts[:-1])
 
     def _find_capacity(self, blocks: int) -> tuple[int, int]:

@@ -63,7 +63,8 @@ class LongDocument:
         rows, cols, _, _ = run_in_thread(self.mask.entries)
         entries = np.cumsum(np.bincount(np.maximum(rows, cols), minlength=self.k_blocks)[: self.k_blocks])
         densest = np.maximum.accumulate(entries / np.arange(1, self.k_blocks + 1))
-        return densest, *(int(np.bincount(numbers, minlength=1).max()) for numbers in (rows, cols))
+        of_rows, of_columns = (int(np.bincount(numbers, minlength=1).max()) for numbers in (rows, cols))
+        return densest, of_rows, of_columns
 
     @cached_property
     def runs(self) -> LongRuns | None:

@@ -17,7 +17,7 @@ import torch
 from ..compat.constants import constant_in_graphs
 from ..masks.block_mask import BlockMask
 from ..masks.cache import fake_tensors_if_needed
-from ..masks.select_blocks import build_work
+from ..masks.select_blocks import RowArrays, build_work
 from .documents import BLOCK, Axis, PackedDocuments, lay_out_blocks, most_blocks, read_sizes
 from .long_document import long_document
 
@@ -116,10 +116,10 @@ def _assemble(
     tile_bits = _append_tiles(tile_bits, bits & kept_bits[:, None], bit_tiles)
 
     col = k_first[document][of_row] + local
-    by_query = _sort(torch.where(exists, 3 * of_row + kind, 3 * q_blocks), col, tile, q_blocks)
-    by_key = _sort(torch.where(exists, 3 * col + kind, 3 * k_blocks), of_row, tile, k_blocks)
-    work, work_by_key = build_work(by_query[:3], by_key[:3], k_blocks, q_blocks)
-    tensors = [tile_runs.new_zeros(1, 1), *by_query, *work, *by_key, *work_by_key, tile_runs, tile_bits]
+    rows, by_query = _sort(torch.where(exists, 3 * of_row + kind, 3 * q_blocks), col, tile, q_blocks)
+    k_rows, by_key = _sort(torch.where(exists, 3 * col + kind, 3 * k_blocks), of_row, tile, k_blocks)
+    work, work_by_key = build_work(rows, k_rows, k_blocks, q_blocks)
+    tensors = [tile_runs.new_zeros(1, 1), *rows, *by_query, *work, *k_rows, *by_key, *work_by_key, tile_runs, tile_bits]
     return MovedDocuments(BlockMask.from_tensors(q_axis.rows, k_axis.rows, BLOCK, tensors), q_axis, k_axis)
 
 
@@ -128,11 +128,11 @@ def _append_tiles(tiles: torch.Tensor, more: torch.Tensor, count: int) -> torch.
     return torch.cat([tiles, more]).narrow(0, 0, count + len(more))
 
 
-def _sort(key: torch.Tensor, col: torch.Tensor, tile: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
-    """(row_ptr, row_split, row_order, col_idx, tile_idx) of one mask: see ``Table``. key: of each entry 3 * row + kind, 0 full, 1
-    run tile, 2 bit tile; 3 * rows where there is none. Entries with the same key are in the order of columns."""
+def _sort(key: torch.Tensor, col: torch.Tensor, tile: torch.Tensor, rows: int) -> tuple[RowArrays, list[torch.Tensor]]:
+    """((row_ptr, row_split, row_order), [col_idx, tile_idx]) of one mask: see ``Table``. key: of each entry 3 * row + kind, 0 full,
+    1 run tile, 2 bit tile; 3 * rows where there is none. Entries with the same key are in the order of columns."""
     key, order = key.sort(stable=True)
     bounds = torch.searchsorted(key, torch.arange(3 * rows + 1, device=key.device)).int()
     row_ptr, row_split = bounds[::3].contiguous(), bounds[:-1].view(rows, 3)[:, 1:].contiguous()
     row_order = row_ptr.diff().argsort(descending=True, stable=True).int()
-    return row_ptr[None], row_split[None], row_order[None], col[order].int(), tile[order].int()
+    return (row_ptr[None], row_split[None], row_order[None]), [col[order].int(), tile[order].int()]
