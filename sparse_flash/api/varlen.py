@@ -160,6 +160,7 @@ def _attend_moved(
     tensors: tuple[torch.Tensor, ...], mask: BlockMask | BlockSelection, queries: Axis, keys: Axis, return_lse: bool, options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention on the axes of blocks, with out, lse and perhaps the lse of picked blocks moved back to the tokens."""
+    operators.refuse_transforms(*tensors)  # before vmap warns of a move
     q, k, v = (axis.to_blocks(x) for axis, x in zip((queries, keys, keys), tensors, strict=True))
     out, lse, *of_picks = attention(q, k, v, mask, return_lse=True, **options)
     found = [queries.to_tokens(out.squeeze(0).transpose(0, 1), 0)]
