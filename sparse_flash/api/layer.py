@@ -45,8 +45,8 @@ class SparseAttention(nn.Module):
     that must not look ahead has to say so: "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a
     ``ContextPlan``, for one sequence over several ranks: x then holds the rank's tokens, at the plan's positions.
     select: instead of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
-    ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
-    head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself (every=1):
+    ``{"keep": 16, "block_size": 64, "share_group": True}``; Or a function of (q, k), queries and keys by
+    head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself:
     then tokens see the same blocks whether they come one by one or all at once. Each choice reads all keys; the attention of up to
     64 tokens to a selection without ``always`` then reads only the picked blocks. With a ``ContextPlan`` as mask, of strategy
     "heads", each rank chooses in its heads.
@@ -254,11 +254,6 @@ class SparseAttention(nn.Module):
             raise TypeError(f"select must return a BlockSelection; got {type(selection).__name__}; pass every=1 to topk_blocks")
         if cache is None:
             return self._attend(q, k, v, selection)
-        if selection.every > 1:
-            raise ValueError(
-                f"with a cache, select must choose for each query; got every={selection.every}, whose groups would begin at the "
-                "first new token; pass every=1"
-            )
         if selection.always is None and can_decode(q, k) and self.backend in ("auto", "torch"):
             keys, values, scales = cache.held(stop)
             return cast(torch.Tensor, attention_decode(q, keys, values, selection, **scales, backend=self.backend))

@@ -37,7 +37,6 @@ def topk_blocks(
     share_group: bool = False,
     score: str = "mean",
     scores: torch.Tensor | None = None,
-    q_len: int | None = None,
     kv_len: int | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -54,17 +53,16 @@ def topk_blocks(
     blocks that the queries' positions fall in), and each block in which ``always`` keeps a pair; both only where ``within`` keeps a
     pair. So a query that ``within`` lets see itself always does. Of equal scores the first block is kept.
 
-    With an int, groups of that many queries choose, and the result is a BlockSelection, which is causal:
+    With every=1, each query chooses, and the result is a BlockSelection, which is causal:
 
     A query keeps its own block up to itself; the pairs that ``always`` keeps, to the token; and the best of the blocks that end
-    before its own begins. A group's first query chooses for it. ``keep`` counts that query's own block and the best ones, not
-    ``always``; other blocks in which the group has queries come on top. Of equal scores the first block is kept. No pick depends on
-    a token after the group's first query, nor does what a query sees depend on later tokens.
+    before its own begins. ``keep`` counts its own block and the best ones, not ``always``. Of equal scores the first block is kept.
+    No pick, and nothing that a query sees, depends on later tokens.
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. As for ``attention``,
     the last query is aligned with the last key.
     keep: how many blocks; with every=None also a float in (0, 1], the share of the row's blocks that ``within`` keeps, rounded up.
-    every: None, or how many queries share a choice, 1 to 128, counted from the first query.
+    every: None or 1.
     block_size: keys of a block, and queries with every=None: a power of two in 16..256; of a selection also 512.
     within: with every=None, the pairs that may be kept: causal by default, None for all; a Pattern, its spec text or a BlockMask of
     one mask, with these lengths and this block size.
@@ -77,12 +75,11 @@ def topk_blocks(
     compression: of compressed keys, (length, stride), the block size for both by default; stride divides length and block_size.
     Key i is made of the tokens from i * stride to i * stride + length - 1; a key exists only if all of these do. A query reads
     the ones with no token after it. One that has tokens in several blocks counts for each by its strides there.
-    lse: (batch, heads, q_len), natural, of q's attention to these compressed keys, where it is known; else it is computed.
-    scores: instead of q and k, the scores of an indexer: (batch, kv_heads | heads, ceil(q_len / every), blocks of keys),
-    floating-point; -inf and NaN are never chosen. every is then 1 by default. q_len, kv_len: of such a selection, in tokens: groups
-    x every and q_len by default.
+    lse: (batch, heads, q_len), natural, of q's attention to these compressed keys, as ``return_lse=True`` returns it.
+    scores: instead of q and k, the scores of an indexer: (batch, kv_heads | heads, q_len, blocks of keys), floating-point; -inf and
+    NaN are never chosen. every is then 1 by default. kv_len: tokens of such a selection, q_len by default.
     cu_seqlens_q, max_seqlen_q: of packed documents, as for ``attention_varlen``; keys share the documents of the queries. q and k
-    are then (tokens, heads or kv_heads, head_dim), and scores (kv_heads | heads, tokens, blocks of max_seqlen_q keys). every is 1.
+    are then (tokens, heads or kv_heads, head_dim), and scores (kv_heads | heads, tokens, blocks of max_seqlen_q keys); every is 1.
     always is a Pattern or its spec text, in blocks of up to 128 keys. Each document chooses as it would alone: its blocks begin at
     its first token.
 
@@ -113,31 +110,30 @@ def topk_blocks(
         if has_compression and score != COMPRESSED:
             raise ValueError("compression and lse are of compressed keys; pass score='softmax' as well, or leave them out")
         if scores is None and every is None:
-            given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
+            given = {"score": score != "mean", "kv_len": kv_len is not None}
             if any(given.values()):
                 raise ValueError(f"{', '.join(name for name in given if given[name])} needs a choice for each query; pass every=1")
             return mask_by_means(*check_q_and_k(q, k), keep, block_size, within, always, share_group)
-    elif has_within or q_len is not None or kv_len is not None:
-        raise ValueError("within, q_len and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
+    elif has_within or kv_len is not None:
+        raise ValueError("within and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
     elif has_compression or score == COMPRESSED:
         raise ValueError("compressed keys are of one sequence; packed documents choose by score='mean', 'max' or scores=")
-    numbers = check_choice(keep, 1 if every is None else every, block_size, score)
-    choice = QueryChoice(*numbers, always, share_group, score)
+    if every not in (None, 1):
+        raise ValueError(f"every must be 1, each query chooses, or None, blocks of queries choose; got {every!r}")
+    choice = QueryChoice(*check_choice(keep, block_size, score), always, share_group, score)
     if has_within:
         raise ValueError("a selection is causal; within is for every=None: leave it out, and pass always= for pairs to keep anyway")
-    if cu_seqlens_q is not None and choice.every != 1:
-        raise ValueError(f"packed documents choose for each query; got every={every}, whose groups would cross documents")
     if scores is not None:
         if q is not None or k is not None or share_group or score != "mean":
             raise ValueError("scores take the place of q, k, score= and share_group=; pass either")
         if cu_seqlens_q is not None:
             return select_packed_by_scores(scores, choice, cu_seqlens_q, max_seqlen_q)
-        return select_by_scores(scores, choice, q_len, kv_len)
+        return select_by_scores(scores, choice, kv_len)
     q, k = check_q_and_k(q, k)
     if cu_seqlens_q is not None:
         return select_packed_by_query(q, k, choice, cu_seqlens_q, max_seqlen_q)
-    if score == COMPRESSED and q_len is None:
+    if score == COMPRESSED:
         return select_by_compressed(q, k, choice, kv_len, compression, lse)
-    if q_len is not None or kv_len is not None:
-        raise ValueError("q_len and kv_len follow from q and k; pass them only with scores=")
+    if kv_len is not None:
+        raise ValueError("kv_len follows from k; pass it only with scores= or score='softmax'")
     return select_by_query(q, k, choice)

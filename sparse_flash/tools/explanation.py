@@ -149,29 +149,28 @@ def estimate_time(mask: BlockMask | BlockSelection, sizes: CallSpec, device: str
 
 def explain_selection(selection: BlockSelection, sizes: CallSpec, time: RoughTime | str | None) -> Explanation:
     """See ``explain``. Equal numbers of query heads share the picks of a head."""
-    batch, picking, groups, _ = selection.picks.shape
+    batch, picking, q_len, _ = selection.picks.shape
     if sizes.heads % picking:
         raise ValueError(f"heads must be a multiple of the {picking} heads that pick; got {sizes.heads}; pass all query heads")
     picks = selection.picks.cpu()
     valid = picks >= 0
     before = (picks[..., 1:, :, None] == picks[..., :-1, None, :]).any(-1) & valid[..., 1:, :]
-    of_choice = float(valid.sum() / max(1, batch * picking * groups))
+    of_query = float(valid.sum() / max(1, batch * picking * q_len))
     alike = float(before.sum() / valid[..., 1:, :].sum().clamp(min=1))
     causal = int((torch.arange(selection.q_len, device="cpu") + selection.offset + 1).clamp(min=0).sum())
     density, pair_flops = selection.density, forward_flops(sizes.head_dim, sizes.v_head_dim)
     of_causal = density * selection.q_len * selection.kv_len / causal if causal else 0.0
     flops, dense_flops = pair_flops * count_selected_pairs(selection, sizes.heads), pair_flops * batch * sizes.heads * causal
-    picked = f"blocks of {selection.block_size} picked for {selection.every} queries at a time"
-    lengths = f"{selection.q_len:,} queries x {selection.kv_len:,} keys, {picked}"
+    lengths = f"{q_len:,} queries x {selection.kv_len:,} keys, blocks of {selection.block_size} picked by query"
     found = Explanation([f"{lengths}; {sizes}, {picking} pick"])
     said = f"{density:.3%} of all, {of_causal:.3%} of the causal ones"
     found.add("kept pairs", said, density=density, causal_density=of_causal, flops=flops, dense_flops=dense_flops)
-    said = f"{of_choice:.1f} blocks of a choice on average; {alike:.1%} were picked by the choice before as well"
-    found.add("picks", said, picks=of_choice, alike=alike)
+    said = f"{of_query:.1f} blocks of a query on average; {alike:.1%} were picked by the query before as well"
+    found.add("picks", said, picks=of_query, alike=alike)
     found.add("table", _size_text(selection.nbytes), table_bytes=selection.nbytes)
     found.add("rough time", time and str(time), time=time)
-    if selection.every == 1 and alike >= 0.95:
-        found.hints.append(f"{alike:.0%} of picks are those of the query before: a choice for several queries (every=) is faster.")
+    if alike >= 0.95:
+        found.hints.append(f"{alike:.0%} of picks are those of the query before: a mask (every=None) is faster.")
     return found
 
 

@@ -71,7 +71,6 @@ class DecodeShape:
     # For calls over picks:
     SLOTS: int = 0  # picks of a query
     PADDED: int = 0  # SLOTS as a power of two
-    EVERY: int = 0  # queries that share picks: no division if it is 1
 
     @property
     def ONE_FACTOR(self) -> bool:
