@@ -236,11 +236,11 @@ def decoding(shape: Shape, mask=None, page: int = 0, scales: str = "", **options
     decode.attention_decode(q, k, v, mask, 1.0, **options)
 
 
-def selected_attention(shape: Shape, picks: int, block: int, every: int = 1, always=None, hopper=(False, True), masses=False):
+def selected_attention(shape: Shape, picks: int, block: int, always=None, hopper=(False, True), masses=False):
     """Over blocks that queries picked. hopper: whether by the kernels for these chips. masses: of the blocks too."""
     q, k, v, out, lse = shape.tensors()
-    picked = torch.zeros(shape.batch, shape.kv_heads, -(-shape.q_len // every), picks, dtype=torch.int32)
-    selection = sf.BlockSelection(picked, shape.q_len, shape.kv_len, block, every, always=always)
+    picked = torch.zeros(shape.batch, shape.kv_heads, shape.q_len, picks, dtype=torch.int32)
+    selection = sf.BlockSelection(picked, shape.q_len, shape.kv_len, block, always=always)
     for of_hopper in hopper:
         own = {"parts_kernel": selection_hopper_forward.picked_parts} if of_hopper else {}
         selection_triton.forward(q, k, v, selection, 1.0, **own)
@@ -261,23 +261,22 @@ def selected_decoding(shape: Shape, picks: int, block: int, page: int = 0, e4m3:
     if e4m3:
         k, v = (t.to(torch.float8_e4m3fn) for t in (k, v))
         options |= dict.fromkeys(("k_scale", "v_scale"), torch.zeros(*k.shape[:2], 1).expand(k.shape[:3]))
-    selection_decode.selection_decode(q, k, v, picked, block, 1, 1.0, splits=splits, **options)
+    selection_decode.selection_decode(q, k, v, picked, block, 1.0, splits=splits, **options)
 
 
 def choice(shape: Shape, kind: str, block: int, picks: int, bounds=None, compressed: int = 16):
     """Of blocks by their scores. kind: "mean", "max", "softmax" or "given". compressed: how many keys, of "softmax"."""
     q, k, *_ = shape.tensors()
-    queries, keys, compression = q, k, None
+    queries, keys, options = q, k, {}
     if kind == "mean":
         keys = torch.zeros(shape.batch, shape.kv_heads, shape.kv_len // block, shape.dim)
     elif kind == "softmax":
         keys = torch.zeros(shape.batch, shape.kv_heads, compressed, shape.dim, dtype=shape.dtype)
-        compression = pick_blocks.Compressed(2 * block if block < 32 else 32, 16, None)
+        options = {"compression": (32, 16), "lse": torch.zeros(q.shape[:3])}
     elif kind == "given":
         queries, keys = torch.zeros(shape.batch, shape.heads, shape.q_len, -(-shape.kv_len // block)), None
     pickers = shape.heads if kind == "given" else shape.kv_heads
-    asked = BlockChoice(pickers, picks, 1, block, shape.q_len, shape.kv_len, bounds)
-    pick_blocks.pick_blocks(queries, keys, kind, asked, compression=compression)
+    pick_blocks.pick_blocks(queries, keys, kind, BlockChoice(pickers, picks, block, shape.q_len, shape.kv_len, bounds), **options)
 
 
 def features_of(shape: Shape, chooser, causal: bool):

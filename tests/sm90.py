@@ -157,15 +157,15 @@ def decoding() -> Cases:
 
 
 def selections() -> Cases:
-    # heads, key heads, head_dim, block, every, always
-    cases = [(16, 4, dim, block, 1, None) for dim, block in ((64, 64), (128, 64), (128, 128))]
-    cases += [(16, 4, 128, 128, 16, None), (16, 4, 128, 256, 1, None), (16, 4, 128, 64, 1, "sinks(4) | local(128)")]
+    # heads, key heads, head_dim, block, always
+    cases = [(16, 4, dim, block, None) for dim, block in ((64, 64), (128, 64), (128, 128))]
+    cases += [(16, 4, 128, 256, None), (16, 4, 128, 64, "sinks(4) | local(128)")]
     for case in cases:
-        heads, kv_heads, dim, block, every, always = case
+        heads, kv_heads, dim, block, always = case
         shape = Shape(1, heads, kv_heads, TOKENS, TOKENS, dim)
         of_hopper = (False, True) if block in selection_hopper.BLOCK_SIZES else (False,)
         always = mask_of(always, min(block, 256))
-        call = partial(launches.selected_attention, shape, 16, block, every, always, of_hopper, always is None)
+        call = partial(launches.selected_attention, shape, 16, block, always, of_hopper, always is None)
         yield "", dim, case, call
         for page in (0, 64):
             yield "", dim, case, partial(launches.selected_decoding, shape._replace(q_len=1), 16, block, page)

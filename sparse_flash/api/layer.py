@@ -45,11 +45,10 @@ class SparseAttention(nn.Module):
     that must not look ahead has to say so: "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a
     ``ContextPlan``, for one sequence over several ranks: x then holds the rank's tokens, at the plan's positions.
     select: instead of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
-    ``{"keep": 16, "block_size": 64, "share_group": True}``; Or a function of (q, k), queries and keys by
-    head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself:
-    then tokens see the same blocks whether they come one by one or all at once. Each choice reads all keys; the attention of up to
-    64 tokens to a selection without ``always`` then reads only the picked blocks. With a ``ContextPlan`` as mask, of strategy
-    "heads", each rank chooses in its heads.
+    ``{"keep": 16, "block_size": 64, "share_group": True}``. Or a function of (q, k), queries and keys by head, after rotation, that
+    returns a BlockSelection. With a cache, new queries choose among all keys, each for itself: then tokens see the same blocks
+    whether they come one by one or all at once. Each choice reads all keys; the attention of up to 64 tokens to a selection without
+    ``always`` then reads only the picked blocks. With a ``ContextPlan`` as mask, of strategy "heads", each rank chooses in its heads.
     rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
     bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
     deterministic: as for ``attention``.

@@ -133,7 +133,7 @@ class BlockSelection:
         return replace(self, picks=self._picks_of(head, batch)[None, None])
 
     def _picks_of(self, head: int, batch: int) -> torch.Tensor:
-        """(groups, n). Raises TypeError or IndexError."""
+        """(q_len, n). Raises TypeError or IndexError."""
         return self.picks[check_index("batch", batch, self.batch), check_index("head", head, self.heads)]
 
     def to_dense(self) -> torch.Tensor:

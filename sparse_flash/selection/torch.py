@@ -2,9 +2,9 @@
 
 A chunk lists its picks by block of keys, as pieces of equal size: so a block's keys meet all queries that picked it in one product,
 and queries are gathered, not keys. A block of which ``always`` keeps pairs is one more pick, of these pairs, of the queries that
-did not pick it. Each pick gives a partial result, and these are merged by their lse. The backward pass recomputes the probabilities from
-lse (arXiv:2307.08691, Alg. 2), so memory is linear in tokens. float16 and bfloat16 are computed in float32. Gradients repeat bit for
-bit.
+did not pick it. Each pick gives a partial result, and these are merged by their lse. The backward pass recomputes the probabilities
+from lse (arXiv:2307.08691, Alg. 2), so memory is linear in tokens. float16 and bfloat16 are computed in float32. Gradients repeat
+bit for bit.
 """
 
 from __future__ import annotations

@@ -11,20 +11,19 @@ import sparse_flash as sf
 from sparse_flash.tools.draw import make_picture
 
 
-def selection(every=1):
+def selection():
     generator = torch.Generator().manual_seed(2)
     q, k = tensor((2, 4, 150, 8), generator=generator), tensor((2, 2, 150, 8), generator=generator)
-    return sf.topk_blocks(q, k, 4, every=every, block_size=16, always="sinks(2) | local(20)", share_group=True)
+    return sf.topk_blocks(q, k, 4, every=1, block_size=16, always="sinks(2) | local(20)", share_group=True)
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_the_numbers_of_explain_are_those_of_the_picks(every):
-    chosen = selection(every)
+def test_the_numbers_of_explain_are_those_of_the_picks():
+    chosen = selection()
     e, kept, causal = sf.explain(chosen, heads=8, head_dim=8), chosen.to_dense().sum().item() / 4, 150 * 151 / 2
     assert (e.density, e.causal_density) == pytest.approx((kept / 150**2, kept / causal))
     assert (e.flops, e.dense_flops) == pytest.approx((4 * 2 * 8 * 8 * kept, 4 * 2 * 8 * 8 * causal))
     rows = [[set(row[row >= 0].tolist()) for row in line] for line in chosen.picks.flatten(0, 1)]
-    assert e.picks == pytest.approx(sum(len(row) for line in rows for row in line) / (4 * chosen.groups))
+    assert e.picks == pytest.approx(sum(len(row) for line in rows for row in line) / (4 * chosen.q_len))
     alike = sum(len(a & b) for line in rows for a, b in pairwise(line))
     assert e.alike == pytest.approx(alike / sum(len(row) for line in rows for row in line[1:]))
     with torch.device("meta"):  # which is not that of the selection
@@ -47,5 +46,3 @@ def test_a_picture_shows_the_share_of_kept_pairs(level, tmp_path):
     np.testing.assert_allclose(picture.shares, cells / np.outer(sizes, sizes))
     drawing = sf.draw(one, tmp_path / "one.png")
     assert "blocks of 16 picked by query" in str(drawing) and (tmp_path / "one.png").exists()
-    with pytest.raises(ValueError, match="the sizes of blocks; got 3"):
-        one.kept_pairs(unit=3)

@@ -90,7 +90,7 @@ class SelectionSizes(NamedTuple):
 
     def tiles_of(self, round: Round) -> tuple[int, int]:
         """The grid of kernels whose programs each compute a tile of queries."""
-        return -(-round.queries // self.tiled), round.heads * self.pickers
+        return -(-round.queries // self.tile_queries), round.heads * self.pickers
 
     def smallest_block(self, always) -> int:
         """The most keys of a step that is within one block of both tables."""
