@@ -193,7 +193,7 @@ def choosers() -> Cases:
         def call(chooser=chooser, dim=dim):
             features, grid = launches.features_of(Shape(1, 32, 8, TOKENS, TOKENS, dim), chooser, True)
             for by in (log_sums, hopper_log_sums):
-                log_sums.scores_of_blocks(features, grid.kv_blocks, 0, grid.q_blocks, False, False, by)
+                log_sums.scores_of_blocks(features, grid.kv_blocks, 0, grid.q_blocks, by)
 
         yield "", dim, (chooser, dim), call
 

@@ -441,8 +441,6 @@ TABLES = (
         (SCORES.long(), r"got torch.int64 of \(2, 4, 1, 1\)"), (SCORES.to("meta"), "must be on .*; got meta"))),
     *(row("choose", V, f"per_head must have an expression for each of q's 4 heads, or one for all; got {n}",
           spec=sf.per_head([one, *["causal & pooled(keep=1)"] * (n - 1)])) for n in (2, 3, 5) for one in ("causal", CHOOSER)),
-    row("choose", V, "under share_group=True, the 2 query heads that share keys must have one chooser",
-        spec=sf.per_head(["causal", *["causal & pooled(keep=1, share_group=True)"] * 2, "causal"])),
     row("choose", V, "per_batch takes patterns without choosers", spec=BATCH & "pooled(keep=1)"),
     row("choose", V, "a report must be of whole sequences; got lengths", kv_lens=ints(9, 20), report=True),
     row("choose", V, "v serves the report alone, .*; pass report=True", v=K),

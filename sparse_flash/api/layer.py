@@ -48,7 +48,8 @@ class SparseAttention(nn.Module):
     ``{"keep": 16, "block_size": 64, "share_group": True}``. Or a function of (q, k), queries and keys by head, after rotation, that
     returns a BlockSelection. With a cache, new queries choose among all keys, each for itself: then tokens see the same blocks
     whether they come one by one or all at once. Each choice reads all keys; the attention of up to 64 tokens to a selection without
-    ``always`` then reads only the picked blocks. With a ``ContextPlan`` as mask, of strategy "heads", each rank chooses in its heads.
+    ``always`` then reads only the picked blocks. With a ``ContextPlan`` as mask, of strategy "heads", each rank chooses in its
+    heads.
     rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
     bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
     deterministic: as for ``attention``.
