@@ -267,16 +267,16 @@ def selected_decoding(shape: Shape, picks: int, block: int, page: int = 0, e4m3:
 def choice(shape: Shape, kind: str, block: int, picks: int, bounds=None, compressed: int = 16):
     """Of blocks by their scores. kind: "mean", "max", "softmax" or "given". compressed: how many keys, of "softmax"."""
     q, k, *_ = shape.tensors()
-    queries, keys, options = q, k, {}
+    queries, keys, lse = q, k, None
     if kind == "mean":
         keys = torch.zeros(shape.batch, shape.kv_heads, shape.kv_len // block, shape.dim)
     elif kind == "softmax":
         keys = torch.zeros(shape.batch, shape.kv_heads, compressed, shape.dim, dtype=shape.dtype)
-        options = {"compression": (32, 16), "lse": torch.zeros(q.shape[:3])}
+        lse = torch.zeros(q.shape[:3])
     elif kind == "given":
         queries, keys = torch.zeros(shape.batch, shape.heads, shape.q_len, -(-shape.kv_len // block)), None
     pickers = shape.heads if kind == "given" else shape.kv_heads
-    pick_blocks.pick_blocks(queries, keys, kind, BlockChoice(pickers, picks, block, shape.q_len, shape.kv_len, bounds), **options)
+    pick_blocks.pick_blocks(queries, keys, BlockChoice(kind, pickers, picks, block, shape.kv_len, 32, 16), bounds, lse)
 
 
 def features_of(shape: Shape, chooser, causal: bool):

@@ -1,6 +1,6 @@
 """Which blocks of keys a query picks: its own, and the best of the blocks that end before.
 
-The blocks that it chooses from end before its own begins. So no pick depends on a later token. Each kind of choice is an operator:
+The blocks that it chooses from end before its own begins. So no pick depends on a later token. The choice is an operator:
 torch.compile does not look inside, and activation checkpointing can keep its result. On a GPU a kernel chooses
 (``selection/kernels/pick_blocks``), elsewhere PyTorch operations on some queries at a time. Neither holds the scores of all
 queries.
@@ -8,7 +8,6 @@ queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -26,145 +25,110 @@ from .block_selection import order_picks
 
 SCORES = ("mean", "max")  # by queries and keys
 COMPRESSED = "softmax"  # by queries and compressed keys
+GIVEN = "given"  # by scores
 _MOST_BYTES = 512  # of a query's head_dim, for shared memory to hold the kernel's tiles
 _MOST_KEPT = 128  # blocks that the kernel holds in registers
 _CHUNK_CPU, _CHUNK_GPU = 1 << 22, 1 << 26  # scores held at a time
 
 
 class BlockChoice(NamedTuple):
-    """A choice of ``keep`` blocks by each query. heads: that pick. bounds: see ``choose_by_keys``."""
+    """A choice of ``keep`` blocks by each query. heads: that pick. For the rest see ``choose``."""
 
+    kind: str
     heads: int
     keep: int
     block_size: int
-    q_len: int
     kv_len: int
-    bounds: Tensor | None = None
+    length: int = 1
+    stride: int = 1
 
-    def make_fake_picks(self, like: Tensor) -> Tensor:
-        return like.new_empty((like.shape[0], self.heads, self.q_len, self.keep), dtype=torch.int32)
 
-    def pick_with_kernel(self, source: Tensor, keys: Tensor | None, kind: str, **compressed: Any) -> Tensor:
-        """See ``selection/kernels/pick_blocks``."""
-        from .kernels.pick_blocks import pick_blocks
+def choose(
+    choice: BlockChoice, source: Tensor, keys: Tensor | None = None, *, bounds: Tensor | None = None, lse: Tensor | None = None
+) -> Tensor:
+    """Picks in the format of ``BlockSelection``: (batch, heads that pick, q_len, keep) int32, each query's own block among them.
 
-        with current_device(source.device):
-            return pick_blocks(as_contiguous_rows(source), keys, kind, self, **compressed)
-
-    def pick_in_chunks(self, score: Callable[[int, int], Tensor], numbers: int, device: torch.device) -> Tensor:
-        """Picks in PyTorch operations. score: (low, high) -> the scores of queries low .. high - 1, (batch, heads, queries,
-        blocks). numbers: how many a query's scores take."""
-        if self.bounds is None:
-            position = torch.arange(self.q_len, device=device)[:, None] + (self.kv_len - self.q_len)
-            own = position.div(self.block_size, rounding_mode="floor").clamp(min=-1)
-            least = torch.zeros_like(own)
-        else:
-            least, own = self.bounds[:, :1], self.bounds[:, 1:]
-        step = max(1, (_CHUNK_GPU if device.type == "cuda" else _CHUNK_CPU) // max(1, numbers))
-        some = [slice(low, low + step) for low in range(0, self.q_len, step)]
-        best = [rank_columns(score(rows.start, rows.stop), least[rows], own[rows], self.keep - 1) for rows in some]
-        picks = torch.cat(best, 2)
-        return order_picks(torch.cat([picks, own.expand(*picks.shape[:3], 1)], 3))
+    source: q, (batch, heads, q_len, head_dim); of the kind "given" scores, (batch, heads that pick, q_len, blocks), floating-point,
+    of which -inf and NaN are never chosen. keys: (batch, kv_heads, n, head_dim). Scores are in float32 or wider. If fewer heads
+    pick than q has, they are summed over the query heads that share picks. kind "mean": products with the mean keys of blocks;
+    "max": the largest product with a key of the block; "softmax": the weight that attention to compressed keys, at scale
+    1 / sqrt(head_dim), gives to the block's tokens. Compressed key i is of the tokens i * stride .. i * stride + length - 1, all of
+    them before kv_len. A query reads the keys that have no token after it. stride divides length and block_size; a key counts for
+    a block by the strides that it has there. lse: (batch, heads, q_len), natural, of that attention.
+    bounds: (q_len, 2) int32, the first block that a query may choose, and its own, where lengths do not tell them.
+    """
+    return _choose(source, keys, bounds, lse, *choice)
 
 
 @torch.library.custom_op(operator_name("choose_blocks"), mutates_args=())
-def choose_by_keys(
-    q: Tensor, k: Tensor, keep: int, block_size: int, share_group: bool, score: str, bounds: Tensor | None = None
+def _choose(
+    source: Tensor,
+    keys: Tensor | None,
+    bounds: Tensor | None,
+    lse: Tensor | None,
+    kind: str,
+    heads: int,
+    keep: int,
+    block_size: int,
+    kv_len: int,
+    length: int,
+    stride: int,
 ) -> Tensor:
-    """Picks by queries and keys, (batch, kv_heads if share_group else heads, q_len, n) int32, in the format of ``BlockSelection``.
+    whole, exact = kv_len // block_size, compute_dtype(source)
+    if keys is not None and kind != COMPRESSED:
+        keys = keys[:, :, : whole * block_size]
+    keys = block_means(keys, block_size) if keys is not None and kind == "mean" else keys
+    lse = None if lse is None else lse.to(exact).contiguous()
+    fits = keys is None or (keys.shape[2] > 0 and source.shape[3] * source.element_size() <= _MOST_BYTES)
+    if fits and kernel_chooses(source, heads, keep):
+        from .kernels.pick_blocks import pick_blocks
 
-    keep: how many blocks, the query's own among them. score: "mean", products with mean keys, or "max", the largest product with a
-    key of the block; in float32, summed over the query heads that share keys if they share the choice. bounds: (q_len, 2) int32,
-    the first block that a query may choose, and its own, where lengths do not tell them.
-    """
-    q_len, kv_len = q.shape[2], k.shape[2]
-    choice = BlockChoice(k.shape[1] if share_group else q.shape[1], keep, block_size, q_len, kv_len, bounds)
-    means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
-    if kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
-        return choice.pick_with_kernel(q, as_contiguous_rows(k) if means is None else means, score)
-    exact = compute_dtype(q)
-    rows, whole = q.unflatten(1, (k.shape[1], -1)), kv_len // block_size
+        with current_device(source.device):
+            choice = BlockChoice(kind, heads, keep, block_size, kv_len, length, stride)
+            return pick_blocks(as_contiguous_rows(source), keys if keys is None else as_contiguous_rows(keys), choice, bounds, lse)
+    position = torch.arange(source.shape[2], device=source.device)[:, None] + (kv_len - source.shape[2])
+    own = position.div(block_size, rounding_mode="floor").clamp(min=-1) if bounds is None else bounds[:, 1:]
+    least = torch.zeros_like(own) if bounds is None else bounds[:, :1]
 
-    def score_queries(low: int, high: int) -> Tensor:
-        some = rows[:, :, :, low:high].to(exact)
-        if means is not None:
-            some = some.sum(2, keepdim=True) if share_group else some
-            scores = some @ means[:, :, None].mT
+    def score_queries(some: slice) -> Tensor:
+        """(batch, heads that pick, queries, blocks)"""
+        if keys is None:
+            return source[:, :, some]
+        rows = torch.unflatten(source[:, :, some].to(exact), 1, (keys.shape[1], -1))
+        shares = heads < source.shape[1]
+        if kind == "mean":  # the mean of scores is the score of the mean, except for a factor that changes no order
+            rows = rows.sum(2, keepdim=True) if shares else rows
+            return (rows @ keys[:, :, None].mT).flatten(1, 2)
+        scores = rows @ keys[:, :, None].to(exact).mT
+        if kind == "max":
+            scores = scores.unflatten(4, (whole, block_size)).amax(-1)
         else:
-            keys = k[:, :, None, : whole * block_size].to(exact)
-            scores = (some @ keys.mT).unflatten(4, (whole, block_size)).amax(-1)
-            scores = scores.sum(2, keepdim=True) if share_group else scores
-        return scores.flatten(1, 2)
+            last = torch.arange(keys.shape[2], device=keys.device) * stride + (length - 1)
+            logs = torch.unflatten(lse[:, :, some, None], 1, rows.shape[1:3])
+            scores = (scores * rows.shape[4] ** -0.5).masked_fill(last > position[some], float("-inf"))
+            scores = (scores - lse_to_subtract(logs)).exp()
+        scores = (scores.sum(2, keepdim=True) if shares else scores).flatten(1, 2)
+        return _sum_strides(scores, whole, block_size // stride, length // stride) if kind == COMPRESSED else scores
 
-    numbers = q.shape[0] * q.shape[1] * (whole if score == "mean" else whole * block_size)
-    with without_autocast(q):
-        return choice.pick_in_chunks(score_queries, numbers, q.device)
-
-
-@choose_by_keys.register_fake
-def _(q: Tensor, k: Tensor, keep: int, block_size: int, share_group: bool, *_: object) -> Tensor:
-    heads = k.shape[1] if share_group else q.shape[1]
-    return BlockChoice(heads, keep, block_size, q.shape[2], k.shape[2]).make_fake_picks(q)
-
-
-@torch.library.custom_op(operator_name("choose_by_scores"), mutates_args=())
-def choose_by_scores(scores: Tensor, keep: int, block_size: int, kv_len: int, bounds: Tensor | None = None) -> Tensor:
-    """Like ``choose_by_keys``, by floating-point scores, (batch, picking heads, q_len, blocks); -inf and NaN are never chosen."""
-    batch, heads, q_len, blocks = scores.shape
-    choice = BlockChoice(heads, keep, block_size, q_len, kv_len, bounds)
-    if kernel_chooses(scores, heads, keep):
-        return choice.pick_with_kernel(scores, None, "given")
-    return choice.pick_in_chunks(lambda low, high: scores[:, :, low:high], batch * heads * blocks, scores.device)
+    numbers = source.shape[0] * source.shape[1] * max(whole, source.shape[3] if keys is None else keys.shape[2])
+    step = max(1, (_CHUNK_GPU if source.is_cuda else _CHUNK_CPU) // max(1, numbers))
+    with without_autocast(source):
+        some = [slice(low, low + step) for low in range(0, source.shape[2], step)]
+        picks = torch.cat([rank_columns(score_queries(rows), least[rows], own[rows], keep - 1) for rows in some], 2)
+    return order_picks(torch.cat([picks, own.expand(*picks.shape[:3], 1)], 3))
 
 
-@choose_by_scores.register_fake
-def _(scores: Tensor, keep: int, block_size: int, kv_len: int, *_: object) -> Tensor:
-    return BlockChoice(scores.shape[1], keep, block_size, scores.shape[2], kv_len).make_fake_picks(scores)
-
-
-@torch.library.custom_op(operator_name("choose_by_compressed"), mutates_args=())
-def choose_by_compressed(
-    q: Tensor, keys: Tensor, lse: Tensor, keep: int, block_size: int, share_group: bool, kv_len: int, length: int, stride: int
-) -> Tensor:
-    """Like ``choose_by_keys``, by attention to compressed keys: a block's score is the weight of its tokens.
-
-    keys: (batch, kv_heads, n, head_dim), key i of the tokens i * stride .. i * stride + length - 1, all of them before kv_len. A
-    query reads the keys that have no token after it, at scale 1 / sqrt(head_dim). lse: (batch, heads, q_len), natural, of what it
-    reads. stride divides length and block_size; a key counts for a block by the strides that it has there. Weights are summed over
-    the query heads that share keys if they share the choice.
-    """
-    exact = compute_dtype(q)
-    choice = BlockChoice(keys.shape[1] if share_group else q.shape[1], keep, block_size, q.shape[2], kv_len)
-    lse = lse.to(exact).contiguous()
-    if keys.shape[2] and kernel_chooses(q, choice.heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
-        return choice.pick_with_kernel(q, as_contiguous_rows(keys), COMPRESSED, compression=(length, stride), lse=lse)
-    rows, logs = (torch.unflatten(x, 1, (keys.shape[1], -1)) for x in (q, lse))
-    position = torch.arange(q.shape[2], device=q.device)[:, None] + (kv_len - q.shape[2])
-    last = torch.arange(keys.shape[2], device=keys.device) * stride + (length - 1)
-    blocks = kv_len // block_size
-
-    def score_queries(low: int, high: int) -> Tensor:
-        scores = rows[:, :, :, low:high].to(exact) @ keys[:, :, None].to(exact).mT * rows.shape[4] ** -0.5
-        scores = scores.masked_fill(last > position[low:high], float("-inf"))
-        weights = (scores - lse_to_subtract(logs[:, :, :, low:high, None])).exp()
-        weights = (weights.sum(2, keepdim=True) if share_group else weights).flatten(1, 2)
-        return _sum_strides(weights, blocks, block_size // stride, length // stride)
-
-    with without_autocast(q):
-        return choice.pick_in_chunks(score_queries, q.shape[0] * q.shape[1] * max(keys.shape[2], blocks), q.device)
-
-
-@choose_by_compressed.register_fake
-def _(q: Tensor, keys: Tensor, lse: Tensor, keep: int, block_size: int, share_group: bool, kv_len: int, *_: object) -> Tensor:
-    return BlockChoice(keys.shape[1] if share_group else q.shape[1], keep, block_size, q.shape[2], kv_len).make_fake_picks(q)
+@_choose.register_fake
+def _(source: Tensor, keys: Any, bounds: Any, lse: Any, kind: str, heads: int, keep: int, *_: int) -> Tensor:
+    return source.new_empty((source.shape[0], heads, source.shape[2], keep), dtype=torch.int32)
 
 
 def _sum_strides(weights: Tensor, blocks: int, per_block: int, reach: int) -> Tensor:
-    """Weights of blocks, (batch, heads, queries, blocks), from the weights of compressed keys. per_block: strides of a block.
-    reach: strides of a compressed key, of which the first of key i is stride i."""
+    """Weights of blocks, (.., blocks), from weights of compressed keys. per_block: strides of a block. reach: strides of a
+    compressed key, of which the first of key i is stride i."""
     # Added stride by stride, in one order for all blocks, so that equal blocks have equal scores.
-    padded = torch.nn.functional.pad(weights, (reach - 1, max(0, blocks * per_block - weights.shape[3])))
-    total = weights.new_zeros(*weights.shape[:3], blocks)
+    padded = torch.nn.functional.pad(weights, (reach - 1, max(0, blocks * per_block - weights.shape[-1])))
+    total = weights.new_zeros(*weights.shape[:-1], blocks)
     for step in range(1 - reach, per_block):
         inside = min(step + reach, per_block) - max(step, 0)
         total += inside * padded[..., step + reach - 1 :: per_block][..., :blocks]
@@ -195,6 +159,5 @@ def keep_picks() -> tuple[AbstractContextManager[object], AbstractContextManager
     Works in eager and in compiled code, under autocast too. Without it the choice is made again, from queries and keys that must
     then be recomputed to the same bits, else gradients are of other blocks than the results.
     """
-    operators = getattr(torch.ops, NAMESPACE)
-    kept = ("choose_blocks", "choose_by_scores", "choose_by_compressed", "normalized_picks")
-    return create_selective_checkpoint_contexts([getattr(operators, name).default for name in kept])
+    operators: Any = getattr(torch.ops, NAMESPACE)
+    return create_selective_checkpoint_contexts([operators.choose_blocks.default, operators.normalized_picks.default])

@@ -47,10 +47,8 @@ def decode(
     """(out, lse) of a back end that supports the call, see ``core/backends``.
     selection: without ``always``. scales: of e4m3 k and v."""
     by_kernel = backend != "torch"
-    # torch.compile looks into operations, but not into a kernel.
-    whole = not is_plain_eager(q, k, v) and (by_kernel or not torch.compiler.is_compiling())
     call = q, k, v, selection.picks, selection.block_size, scale, by_kernel, kv_lens, block_table, *scales
-    return (_decode_operator if whole else _decode)(*call)
+    return (_decode if is_plain_eager(q, k, v) else _decode_operator)(*call)
 
 
 def _decode(

@@ -4,7 +4,7 @@ packed documents."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,15 +12,14 @@ import torch
 from ..core.arguments import cast_for_autocast, check_tensors, check_types, stand_in_for_empty_batch
 from ..core.operators import DEFAULT_BLOCK_SIZE
 from ..core.variant import check_counts
-from ..masks.block_mask import BlockMask, as_block_mask
+from ..masks.block_mask import BlockMask
 from ..masks.chooser import check_keep
-from ..masks.parsing import parse, text_of
+from ..masks.parsing import text_of
 from ..masks.pattern import Pattern
 from ..packed.arguments import check_packed, to_documents
 from ..packed.repack import BLOCK
-from . import choice
 from .block_selection import BlockSelection, always_table, check_selection_block
-from .choice import COMPRESSED, SCORES
+from .choice import COMPRESSED, GIVEN, SCORES, BlockChoice, choose
 from .packed_selection import PackedSelection, block_axis, find_block_bounds, locate_tokens
 
 
@@ -36,28 +35,20 @@ class QueryChoice:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> QueryChoice:
-        """Raises TypeError or ValueError for arguments that ``topk_blocks`` does not take by query, by name."""
-        names = [field.name for field in fields(cls)]
-        unknown = [str(name) for name in arguments if name not in names]
-        if unknown:
-            raise TypeError(
-                f"select takes {', '.join(names)}; got {', '.join(unknown)}; pass a function of (q, k) for other choices"
-            )
-        if "keep" not in arguments:
-            raise TypeError("select needs keep, how many blocks each query attends to; got none; pass select={'keep': 16}")
+        """Raises TypeError or ValueError for arguments that ``topk_blocks`` does not take by query."""
         made = cls(**arguments)
         keep, block_size = check_choice(made.keep, made.block_size, made.score)
         if made.score == COMPRESSED:
             raise ValueError("score='softmax' reads compressed keys, and a layer makes none; pass a function of (q, k) that does")
-        if isinstance(made.always, str):
-            parse(made.always)
-        elif not (made.always is None or isinstance(made.always, (Pattern, BlockMask))):
-            as_block_mask(made.always)  # raises the error that lists the types of masks
         return replace(made, keep=keep, block_size=block_size)
 
     @torch.no_grad()
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> BlockSelection:
         return select_by_query(*check_q_and_k(q, k), self)
+
+    def heads(self, q: torch.Tensor, k: torch.Tensor) -> int:
+        """How many pick."""
+        return k.shape[1] if self.share_group else q.shape[1]
 
     def selection(self, picks: torch.Tensor, q_len: int, kv_len: int) -> BlockSelection:
         table = always_table(self.always, q_len, kv_len, self.block_size, picks.device)
@@ -76,12 +67,12 @@ def select_by_query(q: torch.Tensor, k: torch.Tensor, how: QueryChoice) -> Block
     """By queries and keys."""
     check_tensors(*stand_in_for_empty_batch(q, k, k))
     keep = min(how.keep, -(-k.shape[2] // how.block_size))
-    picks = choice.choose_by_keys(q, k, keep, how.block_size, how.share_group, how.score)
+    picks = choose(BlockChoice(how.score, how.heads(q, k), keep, how.block_size, k.shape[2]), q, k)
     return how.selection(picks, q.shape[2], k.shape[2])
 
 
 def select_by_compressed(
-    q: torch.Tensor, k: torch.Tensor, how: QueryChoice, kv_len: int | None, compression: object, lse: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, how: QueryChoice, kv_len: int | None, compression: tuple[int, int] | None, lse: Any
 ) -> BlockSelection:
     """By queries and compressed keys."""
     # A sequence shorter than a compressed key's tokens has none.
@@ -95,7 +86,7 @@ def select_by_compressed(
             f"{q.device}; got {_describe(lse)}; pass lse=, as attention(..., return_lse=True) returns it"
         )
     keep = min(how.keep, -(-kv_len // how.block_size))
-    picks = choice.choose_by_compressed(q, k, lse, keep, how.block_size, how.share_group, kv_len, length, stride)
+    picks = choose(BlockChoice(COMPRESSED, how.heads(q, k), keep, how.block_size, kv_len, length, stride), q, k, lse=lse)
     return how.selection(picks, q.shape[2], kv_len)
 
 
@@ -109,7 +100,7 @@ def select_by_scores(scores: torch.Tensor, how: QueryChoice, kv_len: int | None)
     kv_len = scores.shape[2] if kv_len is None else kv_len
     check_counts(kv_len=kv_len)
     _check_blocks_of_scores("kv_len", kv_len, how.block_size, scores)
-    picks = choice.choose_by_scores(scores, min(how.keep, scores.shape[3]), how.block_size, kv_len)
+    picks = choose(BlockChoice(GIVEN, scores.shape[1], min(how.keep, scores.shape[3]), how.block_size, kv_len), scores)
     return how.selection(picks, scores.shape[2], kv_len)
 
 
@@ -131,10 +122,7 @@ def select_packed_by_query(
 ) -> PackedSelection:
     """By queries and keys of packed documents, (tokens, heads, head_dim)."""
     check_packed(q, k, k)
-    for name, tensor in (("q", q), ("k", k)):
-        if 0 in tensor.shape:
-            raise ValueError(f"{name} must not be empty where queries choose; got shape {tuple(tensor.shape)}")
-    if len(q) != len(k):
+    if len(q) != len(k) or 0 in (*q.shape, *k.shape):
         raise ValueError(f"packed queries choose among the keys of their own tokens; got {len(q)} queries and {len(k)} keys")
     side = to_documents("q", q, cu_seqlens, longest)
     place = locate_tokens(side)
@@ -142,7 +130,8 @@ def select_packed_by_query(
     keys = axis.to_blocks(k)
     bounds = find_block_bounds(axis, place, how.block_size)
     keep = min(how.keep, -(-side.longest // how.block_size))
-    picks = choice.choose_by_keys(q.transpose(0, 1)[None], keys, keep, how.block_size, how.share_group, how.score, bounds)
+    q = q.transpose(0, 1)[None]
+    picks = choose(BlockChoice(how.score, how.heads(q, keys), keep, how.block_size, keys.shape[2]), q, keys, bounds=bounds)
     picks = torch.where((picks < 0) | ~place.exists[:, None], -1, picks - bounds[:, :1])
     return PackedSelection(picks[0], side.cu_seqlens, side.longest, how.block_size, _check_packed_always(how))
 
@@ -161,7 +150,7 @@ def select_packed_by_scores(
     _check_blocks_of_scores("max_seqlen_q", side.longest, size, scores)
     place = locate_tokens(side)
     bounds = torch.stack([torch.zeros_like(place.within), place.within // size], 1).to(torch.int32)
-    picks = choice.choose_by_scores(scores[None], min(how.keep, blocks), size, blocks * size, bounds)
+    picks = choose(BlockChoice(GIVEN, len(scores), min(how.keep, blocks), size, blocks * size), scores[None], bounds=bounds)
     picks = torch.where(place.exists[:, None], picks, -1)
     return PackedSelection(picks[0], side.cu_seqlens, side.longest, size, _check_packed_always(how))
 
@@ -189,16 +178,9 @@ def check_choice(keep: object, block_size: object, score: str) -> tuple[int, int
     return keep, block_size
 
 
-def check_compression(compression: object, k: torch.Tensor, block_size: int, kv_len: int) -> tuple[int, int]:
-    """(length, stride) of compressed keys. Raises TypeError or ValueError for what does not fit k or the block size."""
-    if compression is None:
-        compression = block_size, block_size
-    if not (isinstance(compression, tuple) and len(compression) == 2 and all(type(number) is int for number in compression)):
-        raise TypeError(
-            "compression must be two ints, tokens of a compressed key and tokens from one to the next; got "
-            f"{compression!r}; pass compression=(32, 16) for NSA's"
-        )
-    length, stride = compression
+def check_compression(compression: tuple[int, int] | None, k: torch.Tensor, block_size: int, kv_len: int) -> tuple[int, int]:
+    """(length, stride) of compressed keys. Raises ValueError for what does not fit k or the block size."""
+    length, stride = compression or (block_size, block_size)
     if not (stride > 0 and length > 0 and length % stride == 0 and block_size % stride == 0):
         raise ValueError(f"compression=(length, stride): stride must divide length and blocks of {block_size}; got {compression}")
     check_counts(kv_len=kv_len)

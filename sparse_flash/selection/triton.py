@@ -23,7 +23,7 @@ from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from .block_selection import BlockSelection
 from .kernels import division
-from .kernels.division import TILE_ROWS, Rounds, SelectionSizes
+from .kernels.division import TILE_ROWS, Round, SelectionSizes
 
 if TYPE_CHECKING:
     from .kernels.lists import Pieces
@@ -69,14 +69,14 @@ def forward(
     operands = SelectionOperands(*ready)
     rows, dim_v = sizes.members, padded_head_dim(ready[2].shape[3])
     rounds = division.plan_rounds(sizes, rows * (dim_v * q.element_size() + 4), 0)
-    entries = rounds.heads * sizes.pickers * rounds.queries * sizes.slots
+    entries = division.count_entries(sizes, rounds)
     parts, part_lse = q.new_empty(entries, rows, dim_v), q.new_empty(entries, rows, dtype=torch.float32)
     out = empty_out(ready[0], ready[2].shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with current_device(q.device):
         visited = lists.visited_blocks(picks, sizes)
         columns = lists.column_lists(picks, visited, sizes, rounds, division.forward_piece_size(sizes))
-        for each in rounds.all:
+        for each in rounds:
             (parts_kernel or picked_parts)(operands, columns, parts, part_lse, sizes, each, scale)
             visit_blocks(operands, picks, visited, columns.counts, parts, part_lse, always, out, lse, sizes, each, scale)
     return restore_out(out, ready[0], q, v), lse
@@ -102,7 +102,7 @@ def backward(
     with current_device(q.device):
         kernels.preprocess_backward(out, dout, lse, None if dlse is None else dlse.contiguous(), log2_sum, delta)
         columns = lists.column_lists(picks, None, sizes, space.rounds, space.most)
-        for each in space.rounds.all:
+        for each in space.rounds:
             gathering.picked_grads(operands, columns, space.parts, space.k_sums.pieces, space.v_sums.pieces, sizes, each, scale)
             if always is not None and each.query == 0:
                 of_always = space.always, space.k_sums.always, space.v_sums.always
@@ -126,7 +126,7 @@ def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float) -> 
     rounds = division.plan_rounds(sizes, 0, 0)
     with current_device(q.device):
         columns = lists.column_lists(selection.picks, None, sizes, rounds, division.forward_piece_size(sizes))
-        for each in rounds.all:
+        for each in rounds:
             picked_parts(operands, columns, None, masses, sizes, each, scale)
     return masses
 
@@ -146,7 +146,7 @@ def block_lse_backward(
     space = _backward_workspace((*ready, ready[1]), sizes, None, kernels)
     with current_device(q.device):
         columns = lists.column_lists(picks, None, sizes, space.rounds, space.most)
-        for each in space.rounds.all:
+        for each in space.rounds:
             kernels.picked_grads(operands, columns, space.parts, space.k_sums.pieces, space.k_sums.pieces, sizes, each, scale)
             kernels.sum_key_grads(dk, space.k_sums, columns, None, None, sizes, each, scale)
             kernels.sum_query_grads(operands, picks, columns, space.parts, None, dq, sizes, each, scale)
@@ -166,7 +166,7 @@ class _BackwardWorkspace(NamedTuple):
     """most: entries of a piece. always: the pieces of ``always``. parts: of dQ, (entries of a round, steps of a block, members,
     padded head_dim)."""
 
-    rounds: Rounds
+    rounds: list[Round]
     most: int
     always: Pieces | None
     parts: Tensor
@@ -186,13 +186,13 @@ def _backward_workspace(
     keys = gathering.keys_per_part(q, v, sizes)
     steps = sizes.block // keys
     rounds = division.plan_backward(sizes, dim, dim_v, q.element_size(), keys)
-    entries, most = rounds.heads * sizes.pickers * rounds.queries * sizes.slots, division.backward_piece_size(sizes, rounds)
+    heads, entries, most = rounds[0].heads, division.count_entries(sizes, rounds), division.backward_piece_size(sizes, rounds)
     parts = q.new_empty(entries, steps, sizes.members, dim)
     pieces = None if always is None else lists.always_pieces(always, sizes.heads // sizes.kv_heads)
-    rows = (rounds.heads * sizes.key_blocks + entries // most) * sizes.block
-    of_always = None if pieces is None or always is None else rounds.heads * pieces.items.shape[1] * always.block_size
+    rows = (heads * sizes.key_blocks + entries // most) * sizes.block
+    of_always = None if pieces is None or always is None else heads * pieces.items.shape[1] * always.block_size
     unit = keys_per_sum(sizes, always)
-    of_head = rounds.heads * -(-sizes.kv_len // unit) * unit if rounds.queries < sizes.q_len else None
+    of_head = heads * -(-sizes.kv_len // unit) * unit if rounds[0].stride < sizes.q_len else None
 
     def sums(width: int) -> _Sums:
         made: Any = (None if of is None else q.new_empty(of, width, dtype=torch.float32) for of in (rows, of_always, of_head))

@@ -215,14 +215,18 @@ def test_the_kernel_picks_what_pytorch_picks(kind, q_len, kv_len, keep, heads, d
         first = torch.arange(len(documents)).mul(2).repeat_interleave(torch.tensor(documents))
         own = first + torch.cat([torch.arange(tokens) for tokens in documents]) // 16
         bounds = torch.stack([first, own], 1).int().to(DEVICE)
+
+    def choose(kind, source, keys, heads):
+        return choice.choose(choice.BlockChoice(kind, heads, keep, 16, kv_len), source, keys, bounds=bounds)
+
     if kind == "given":
         scores = whole_numbers(batch, 2, q_len, -(-kv_len // 16))
         scores[0, 0, :, 0], scores[0, 1, :, 0] = float("-inf"), float("nan")
-        assert_kernel_agrees(lambda: choice.choose_by_scores(scores, keep, 16, kv_len, bounds), kind)
+        assert_kernel_agrees(lambda: choose(kind, scores, None, 2), kind)
         return
     q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
     for share_group in (False, True):
-        assert_kernel_agrees(lambda shared=share_group: choice.choose_by_keys(q, k, keep, 16, shared, kind, bounds), kind)
+        assert_kernel_agrees(lambda picking=heads[share_group]: choose(kind, q, k, picking), kind)
 
 
 OF_COMPRESSED = [(35, 130, 3, (4, 2)), (60, 100, 1, (2, 1)), (45, 40, 4, (3, 1))]  # q_len, kv_len, keep, heads
@@ -238,9 +242,9 @@ def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(case, sizes, poi
     q = tensor((2, heads[0], q_len, 24), generator=generator)
     keys = tensor((2, heads[1], compressed_count(kv_len, length, stride), 24), generator=generator)
     lse = lse_of(q, keys, kv_len, length, stride).float()
-    for share_group, small in ((False, ()), (True, ("softmax",))):
-        call = q, keys, lse, keep, block, share_group, kv_len, length, stride
-        assert_kernel_agrees(lambda call=call: choice.choose_by_compressed(*call), *small)
+    for picking, small in zip(heads, ((), ("softmax",)), strict=True):
+        asked = choice.BlockChoice("softmax", picking, keep, block, kv_len, length, stride)
+        assert_kernel_agrees(lambda asked=asked: choice.choose(asked, q, keys, lse=lse), *small)
 
 
 def by_keys(q, k):

@@ -102,21 +102,13 @@ def padded_count(count: int) -> int:
     return max(2, 1 << (count - 1).bit_length())
 
 
-class Rounds(NamedTuple):
-    """heads: batch-heads of a round (batch * kv_heads + key head). queries: of each. all: the rounds."""
-
-    heads: int
-    queries: int
-    all: tuple[Round, ...]
-
-
 def least_queries(sizes: SelectionSizes) -> int:
     """How many of a tile's queries must pick a block for the tile to visit it."""
     share, of = _VISITED_SHARE
     return max(2, -(-sizes.tile_queries * share // of))
 
 
-def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int) -> Rounds:
+def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int) -> list[Round]:
     """Returns as few rounds as fit, and as grids allow, whose second axis has the batch-heads and pickers of a round.
 
     bytes_of_entry: of the partial results of a pick. bytes_of_head: of what does not depend on the queries of a round. At least one
@@ -133,18 +125,22 @@ def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int) 
     # Rounds with equal numbers of batch-heads.
     heads = -(-sizes.batch_heads // -(-sizes.batch_heads // min(sizes.batch_heads, SECOND_AXIS // sizes.pickers, max(1, heads))))
     firsts = [(head, query) for head in range(0, sizes.batch_heads, heads) for query in range(0, sizes.q_len, queries)]
-    found = (
+    return [
         Round(number, head, min(heads, sizes.batch_heads - head), query, min(queries, sizes.q_len - query), queries)
         for number, (head, query) in enumerate(firsts)
-    )
-    return Rounds(heads, queries, tuple(found))
+    ]
 
 
-def plan_backward(sizes: SelectionSizes, dim: int, dim_v: int, itemsize: int, keys: int) -> Rounds:
+def plan_backward(sizes: SelectionSizes, dim: int, dim_v: int, itemsize: int, keys: int) -> list[Round]:
     """Returns the rounds of a backward pass. dim, dim_v: padded. keys: of a part of dQ."""
     # At most half as many pieces again as there are key blocks: see ``backward_piece_size``.
     of_head = sizes.key_blocks * sizes.block * (dim + dim_v) * 6
     return plan_rounds(sizes, sizes.block // keys * sizes.members * dim * itemsize, of_head)
+
+
+def count_entries(sizes: SelectionSizes, rounds: list[Round]) -> int:
+    """The most picks of a round. The first is the largest."""
+    return rounds[0].heads * sizes.pickers * rounds[0].stride * sizes.slots
 
 
 def forward_piece_size(sizes: SelectionSizes) -> int:
@@ -152,7 +148,7 @@ def forward_piece_size(sizes: SelectionSizes) -> int:
     return max(1, _FORWARD_ROWS // sizes.members // sizes.tile_queries) * sizes.tile_queries
 
 
-def backward_piece_size(sizes: SelectionSizes, rounds: Rounds) -> int:
+def backward_piece_size(sizes: SelectionSizes, rounds: list[Round]) -> int:
     """Entries of a piece in the backward pass."""
-    mean, unit = sizes.pickers * rounds.queries * sizes.slots // sizes.key_blocks, sizes.tile_queries
+    mean, unit = sizes.pickers * rounds[0].stride * sizes.slots // sizes.key_blocks, sizes.tile_queries
     return max(1, _BACKWARD_MEANS * mean // unit) * unit + unit

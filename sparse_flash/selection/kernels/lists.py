@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...kernels.common.grid import tile_and_batch_head
 from ...kernels.launch.launch import launch
-from .division import Rounds, SelectionSizes, least_queries, padded_count
+from .division import Round, SelectionSizes, count_entries, least_queries, padded_count
 from .tiles import VisitedBlocks
 
 _UNKNOWN = tl.constexpr(0x7FFFFFFF)  # above every key of a sort
@@ -161,16 +161,16 @@ def selection_keys_kernel(
 
 
 def column_lists(
-    picks: torch.Tensor, visited: VisitedBlocks | None, sizes: SelectionSizes, rounds: Rounds, most: int
+    picks: torch.Tensor, visited: VisitedBlocks | None, sizes: SelectionSizes, rounds: list[Round], most: int
 ) -> ColumnLists:
     """Returns the lists of all picks, or of the picks that ``visited`` leaves. picks: see ``visited_blocks``. most: entries of a
     piece."""
-    columns = rounds.heads * sizes.key_blocks
-    keys = len(rounds.all) * columns * 2
+    columns = rounds[0].heads * sizes.key_blocks
+    keys = len(rounds) * columns * 2
     key = torch.empty_like(picks, dtype=torch.int16 if keys < 1 << 16 else torch.int32)
     entries, counts = torch.empty_like(picks), torch.empty(picks.shape[:3], dtype=torch.int32, device=picks.device)
     arguments = [picks, picks if visited is None else visited.picks, key, entries, counts, sizes.batch_heads]
-    arguments += [sizes.q_len, sizes.kv_len - sizes.q_len, sizes.key_blocks, rounds.heads, rounds.queries, keys]
+    arguments += [sizes.q_len, sizes.kv_len - sizes.q_len, sizes.key_blocks, rounds[0].heads, rounds[0].stride, keys]
     constants = {"SLOTS": sizes.slots, "PADDED": padded_count(sizes.slots), "PICKERS": sizes.pickers}
     constants |= {"BLOCK": sizes.block, "VISITED": visited is not None, "TOGETHER": _QUERIES_TOGETHER}
     programs = triton.cdiv(counts.numel(), _QUERIES_TOGETHER)
@@ -178,9 +178,9 @@ def column_lists(
     key, order = key.view(-1).sort(stable=True)
     first = -(1 << 15) if key.dtype == torch.int16 else 0
     bounds = torch.searchsorted(key, torch.arange(first, first + keys + 1, dtype=key.dtype, device=key.device), out_int32=True)
-    begin, whole, end = (part.view(len(rounds.all), columns) for part in (bounds[:-1:2], bounds[1::2], bounds[2::2]))
-    most_entries = rounds.heads * sizes.pickers * rounds.queries * sizes.slots
-    pieces = divide_lists(begin, whole, end, columns + most_entries // most, most, sizes.tile_queries)
+    begin, whole, end = (part.view(len(rounds), columns) for part in (bounds[:-1:2], bounds[1::2], bounds[2::2]))
+    count = columns + count_entries(sizes, rounds) // most
+    pieces = divide_lists(begin, whole, end, count, most, sizes.tile_queries)
     return ColumnLists(entries.view(-1)[order], *pieces, counts)
 
 

@@ -177,19 +177,15 @@ def pick_blocks_kernel(
     is_own = (slot == CHOSEN) & (first >= 0)[:, None]
     block = tl.sort(tl.where(is_own, own[:, None], tl.where(room, block, _NONE)), 1)
     place = picks + (batch_head.to(tl.int64) * q_len + token)[:, None] * (CHOSEN + 1) + slot
-    tl.store(place, tl.where(block < _NONE, block, -1), mask=exists[:, None] & (slot <= CHOSEN))
+    tl.store(place, tl.where(block < _NONE, block, -1), mask=exists[:, None] & (slot < CHOSEN + 1))
 
 
-def pick_blocks(source: Tensor, keys: Tensor | None, kind: str, choice, compression: tuple[int, int] = (1, 1), lse=None) -> Tensor:
-    """(batch, heads, q_len, blocks) int32, ascending, then -1.
-
-    source: q, (batch, heads or more, q_len, head_dim), or with kind "given" scores, (batch, heads, q_len, blocks). keys: means of
-    whole blocks with kind "mean", (batch, kv_heads, blocks, head_dim) float32; with "max" k; with "softmax" compressed keys, of
-    ``compression`` (length, stride), with lse (batch, heads or more, q_len) float32 of attention to them; else None. The last
-    dimensions are contiguous. choice: a ``selection.choice.BlockChoice``.
-    """
-    heads, keep, block_size, q_len, kv_len, bounds = choice
-    config, given, keys = _CONFIGS[kind], kind == "given", source if keys is None else keys
+def pick_blocks(source: Tensor, keys: Tensor | None, choice, bounds: Tensor | None, lse: Tensor | None) -> Tensor:
+    """(batch, heads, q_len, keep) int32, ascending, then -1. choice: a ``selection.choice.BlockChoice``. The rest as for
+    ``selection.choice.choose``, but of the kind "mean" keys are the means of whole blocks, in float32. The last dimensions are
+    contiguous."""
+    kind, heads, keep, block_size, kv_len, length, stride = choice
+    q_len, config, given, keys = source.shape[2], _CONFIGS[kind], kind == "given", source if keys is None else keys
     picks = torch.empty((source.shape[0], heads, q_len, keep), dtype=torch.int32, device=source.device)
     arguments = [source, keys, picks, picks if bounds is None else bounds, picks if lse is None else lse]
     arguments += [heads, q_len, kv_len, kv_len - q_len, 1 if given else heads // keys.shape[1], keys.shape[2]]
@@ -198,7 +194,7 @@ def pick_blocks(source: Tensor, keys: Tensor | None, kind: str, choice, compress
     slots, shared = max(2, triton.next_power_of_2(keep)), source.shape[1] // heads
     constants = {"BLOCK": block_size, "CHOSEN": keep - 1, "SLOTS": slots, "SHARED": shared, "KIND": kind}
     constants |= {"BOUNDED": bounds is not None, "TILE": config.tile_m, "COLUMNS": config.tile_n}
-    constants |= {"KEYS": min(block_size, _KEYS), "LENGTH": compression[0], "STRIDE": compression[1]}
+    constants |= {"KEYS": min(block_size, _KEYS), "LENGTH": length, "STRIDE": stride}
     constants |= {"DIM": 16 if given else padded_head_dim(source.shape[3]), "PRECISION": _precision(source)}
     grid = triton.cdiv(q_len, config.tile_m) * source.shape[0] * heads, 1
     specialized = keys.dtype, *integers_key(sizes)
