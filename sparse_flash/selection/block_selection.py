@@ -192,8 +192,8 @@ def rows_of_table(mask: BlockMask) -> Callable[[int, int], torch.Tensor]:
         part = slice(*np.searchsorted(rows, (first, stop)))
         kept = np.zeros((stop - first, -(-mask.kv_len // size), size, size), bool)
         kept[rows[part] - first, cols[part]] = mask.tile_pairs(kind[part], tile[part])
-        kept = kept.swapaxes(1, 2).reshape((stop - first) * size, -1)
-        return torch.from_numpy(kept[low - first * size : high - first * size, : mask.kv_len])
+        by_row = kept.swapaxes(1, 2).reshape((stop - first) * size, -1)
+        return torch.from_numpy(by_row[low - first * size : high - first * size, : mask.kv_len])
 
     return kept_of
 

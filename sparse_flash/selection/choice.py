@@ -102,7 +102,7 @@ def _choose(
         scores = rows @ keys[:, :, None].to(exact).mT
         if kind == "max":
             scores = scores.unflatten(4, (whole, block_size)).amax(-1)
-        else:
+        elif lse is not None:
             last = torch.arange(keys.shape[2], device=keys.device) * stride + (length - 1)
             logs = torch.unflatten(lse[:, :, some, None], 1, rows.shape[1:3])
             scores = (scores * rows.shape[4] ** -0.5).masked_fill(last > position[some], float("-inf"))

@@ -281,8 +281,8 @@ def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: 
     }
     if used := [name for name, used in unsupported.items() if used]:
         raise unsupported_error(call.module, f"chooses blocks of keys beside {used[0]}")
-    size, q_len, kv_len = call.module.config.index_block_size, call.query.shape[2], call.key.shape[2]
-    picked = BlockSelection.from_picks(block_indices, size, q_len=q_len, kv_len=kv_len, own=False, check=False)
+    size, kv_len = call.module.config.index_block_size, call.key.shape[2]
+    picked = BlockSelection.from_picks(block_indices, size, kv_len=kv_len, own=False)
     return _attend_rows(call._replace(kept=picked))
 
 
