@@ -64,10 +64,10 @@ def backward(rows: QueryRows, k: Tensor, v: Tensor, selection: BlockSelection, s
 
 
 def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float) -> Tensor:
-    """(batch, heads, q_len, n): see ``operators``."""
+    """(batch, heads, q_len, n): see ``operators``. selection: without ``always``."""
     result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=compute_dtype(q))
     with without_autocast(q):
-        for chunk in _ChunkedCall(q, k, None, selection, scale):
+        for chunk in _ChunkedCall(q, k, k, selection, scale):
             logs = chunk.scatter(chunk.scores().logsumexp(-1, keepdim=True), float("-inf"))
             chunk.unpack(logs[..., 0].mT, result)
     return result
@@ -79,7 +79,7 @@ def block_lse_backward(
     """(dq, dk)."""
     dq = torch.empty_like(q)
     with without_autocast(q):
-        call = _ChunkedCall(q, k, None, selection, scale)
+        call = _ChunkedCall(q, k, k, selection, scale)
         dk = _KeyGradient(k, call)
         for chunk in call:
             logs, incoming = (chunk.gather_picks(t) for t in (block_lse, dblock_lse))
@@ -94,20 +94,20 @@ def _softmax_weights(scores: Tensor, logs: Tensor) -> Tensor:
 
 
 class _ChunkedCall:
-    """The chunks of a call. v: None where only scores are asked for; then ``always`` has no part."""
+    """The chunks of a call."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor | None, selection: BlockSelection, scale: float):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float):
         self.q, self.scale, self.selection = q, scale, selection
         self.size, self.heads = selection.block_size, selection.heads
         self.shared = q.shape[1] // self.heads  # query heads that share picks
         # The key head of each head that picks.
         self.key_head = torch.arange(self.heads, device=q.device) * k.shape[1] // self.heads
-        self.tensors = [k] if v is None else [k, v]
+        self.tensors = k, v
         # Each is (batch * kv_heads * kv_blocks, block_size, head_dim), with zeros past the last key.
         self.beyond = selection.kv_blocks * self.size - selection.kv_len
         padded = (torch.nn.functional.pad(t, (0, 0, 0, self.beyond)) for t in self.tensors)
         self.blocks = [t.reshape(-1, self.size, t.shape[3]) for t in padded]
-        self.always = None if v is None or selection.always is None else rows_of_table(selection.always)
+        self.always = None if selection.always is None else rows_of_table(selection.always)
 
     def __iter__(self) -> Iterator[_Chunk]:
         batch, heads, q_len, n = self.selection.picks.shape
@@ -116,7 +116,7 @@ class _ChunkedCall:
             # A chunk's queries meet the keys of all of them: many more than a row has keys would mostly meet keys of others.
             step = max(1, table.block_size * int(table.by_query.row_ptr.diff().max()))
             n += 2 * step // self.size + 1
-        numbers = n * (self.size + self.q.shape[3] + self.tensors[-1].shape[3])
+        numbers = n * (self.size + self.q.shape[3] + self.tensors[1].shape[3])
         most = _CHUNK_GPU if self.q.is_cuda else _CHUNK_CPU
         step = min(step, max(1, most // (batch * heads * self.shared * numbers)))
         for low in range(0, q_len, step):
@@ -151,7 +151,7 @@ class _Chunk:
         block = torch.where(picks < 0, -1, batch_heads[:, :, None, None] * selection.kv_blocks + picks).flatten()
         self.queries = self.pack(call.q)
         self._cut_lists(block, len(call.blocks[0]))
-        self.keys, self.values = (call.blocks[which][self.block].to(compute_dtype(call.q)) for which in (0, -1))
+        self.keys, self.values = (call.blocks[which][self.block].to(compute_dtype(call.q)) for which in (0, 1))
 
     def _blocks_of_always(self, kept: Tensor, picks: Tensor) -> Tensor:
         """(batch, heads that pick, queries, m): the blocks of which ``always`` keeps pairs and that a query did not pick, -1 for
