@@ -135,9 +135,9 @@ def choosers() -> None:
             features, grid = launches.features_of(shape, chooser, causal)
             for low in {0, grid.q_blocks - 1}:
                 of = replace(features, bounds=bounds), grid.kv_blocks, low, grid.q_blocks
-                scores = log_sums.scores_of_blocks(*of, causal, shape.heads > shape.kv_heads, log_sums)
+                scores = log_sums.scores_of_blocks(*of, log_sums)
                 if not isinstance(chooser, Pooled):
-                    log_sums.scores_of_blocks(*of, causal, False, hopper_log_sums)
+                    log_sums.scores_of_blocks(*of, hopper_log_sums)
         words, counts = torch.zeros(grid.q_blocks, -(-grid.kv_blocks // 32), dtype=torch.int32), torch.zeros(grid.q_blocks).int()
         bits = torch.zeros(shape.batch, shape.heads, *words.shape, dtype=torch.int32)
         for rule in ("keep", "mass", "floor", "budget"):
