@@ -29,7 +29,6 @@ class BlockSelection:
     picks: (batch, kv_heads | heads, q_len, n) int32: the blocks that a query picked, ascending, each once, then -1. With kv_heads,
     the query heads that share keys share picks.
     q_len, kv_len: tokens. block_size: keys of a block.
-    own: whether the picks of a query include the block in which it is.
     always: a BlockMask of one mask, or None: pairs that every head keeps too, to the token.
 
     The last query is aligned with the last key, as for ``attention``. Three lines decode the format::
@@ -45,7 +44,6 @@ class BlockSelection:
     q_len: int
     kv_len: int
     block_size: int
-    own: bool = True
     always: BlockMask | None = None
 
     def __post_init__(self) -> None:
@@ -87,7 +85,7 @@ class BlockSelection:
         grid = BlockGrid(picks.shape[2], picks.shape[2] if kv_len is None else kv_len, min(block_size, _ALWAYS_BLOCK_SIZE))
         picks = normalize_picks(picks, block_size, grid.kv_len, own)
         table = always_table(always, grid.q_len, grid.kv_len, block_size, picks.device)
-        return cls(picks, grid.q_len, grid.kv_len, block_size, own, table)
+        return cls(picks, grid.q_len, grid.kv_len, block_size, table)
 
     @property
     def batch(self) -> int:
@@ -178,8 +176,8 @@ class BlockSelection:
     def __repr__(self) -> str:
         always = "" if self.always is None else f"always={self.always}, "
         return (
-            f"BlockSelection(q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size}, own={self.own}, "
-            f"{always}picks={tuple(self.picks.shape)}, device={str(self.device)!r})"
+            f"BlockSelection(q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size}, {always}"
+            f"picks={tuple(self.picks.shape)}, device={str(self.device)!r})"
         )
 
 

@@ -86,7 +86,7 @@ class PackedSelection:
         picks = torch.where(self.picks < 0, -1, self.picks + first)
         token = axis.token_of_row
         picks = torch.where((token < 0)[:, None], -1, picks[:, token.clamp(min=0)]).to(torch.int32)[None]
-        return BlockSelection(picks, len(token), len(token), self.block_size, own=False, always=table), axis
+        return BlockSelection(picks, len(token), len(token), self.block_size, table), axis
 
 
 # Lets torch.load read a saved selection without weights_only=False, if ``always`` is text or None.

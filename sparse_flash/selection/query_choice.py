@@ -52,7 +52,7 @@ class QueryChoice:
 
     def selection(self, picks: torch.Tensor, q_len: int, kv_len: int) -> BlockSelection:
         table = always_table(self.always, q_len, kv_len, self.block_size, picks.device)
-        return BlockSelection(picks, q_len, kv_len, self.block_size, always=table)
+        return BlockSelection(picks, q_len, kv_len, self.block_size, table)
 
 
 def check_q_and_k(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

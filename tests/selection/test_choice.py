@@ -85,7 +85,7 @@ def test_what_is_picked_is_what_the_definition_picks(lengths, keep, size, heads,
     q, k = whole_numbers(2, q_heads, q_len, 4, seed=seed), whole_numbers(2, kv_heads, kv_len, 4, seed=seed + 1)
     with mock.patch.object(choice, "_CHUNK_CPU", held):
         selection = sf.topk_blocks(q, k, keep, every=1, block_size=size, share_group=share_group, score=score)
-    assert selection.heads == (kv_heads if share_group else q_heads) and selection.own
+    assert selection.heads == (kv_heads if share_group else q_heads)
     assert (lists(selection.picks) == picked_by_keys(q, k, keep, size, share_group, score)).all()
 
 
