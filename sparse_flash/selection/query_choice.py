@@ -36,7 +36,7 @@ class QueryChoice:
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> QueryChoice:
         """Raises TypeError or ValueError for arguments that ``topk_blocks`` does not take by query."""
-        made = cls(**arguments)
+        made = cls(**{name: value for name, value in arguments.items() if (name, value) != ("every", 1)})
         keep, block_size = check_choice(made.keep, made.block_size, made.score)
         if made.score == COMPRESSED:
             raise ValueError("score='softmax' reads compressed keys, and a layer makes none; pass a function of (q, k) that does")
