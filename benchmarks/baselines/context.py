@@ -19,8 +19,7 @@ from sparse_flash.compat.pytorch import import_private
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Pattern
 from sparse_flash.parallel import exchange, transfer
-from sparse_flash.parallel.attend import BlockAttention, HeadAttention, exchange_heads_for_tokens, exchange_tokens_for_heads
-from sparse_flash.parallel.estimates import ELEMENT_BYTES, HEAD_DIM
+from sparse_flash.parallel.attend import HeadAttention
 from sparse_flash.parallel.plan import ContextPlan
 
 from .flash import FlashAttention4, FlashMask
@@ -88,18 +87,25 @@ class Planned(Way):
                                    strategy=self.strategy, overlap=self.overlap)
         # fmt: on
         q, k, v = (plan.shard(t, 2).requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
-        received = plan._costs[plan.strategy].received * q.shape[3] * q.element_size() / (HEAD_DIM * ELEMENT_BYTES)
-        exchange = partial(_exchange_alone, plan, q, k, v) if plan.strategy in ("blocks", "heads") else None
+        received, exchange = _received_bytes(plan, q, k, v), partial(_exchange_alone, plan, q, k, v)
         yield Divided((q, k, v), lambda: plan.attention(q, k, v), lambda t: plan.unshard(t, 2), received, exchange)
+
+
+def _received_bytes(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """The most that a rank gets in a forward pass. v: with q's head_dim."""
+    if isinstance(plan._local, HeadAttention):
+        return _Pieces.bytes_of((q, k, v, q), plan.ranks, 1 / plan.ranks)
+    traffic = plan._local.route.traffic
+    return int(traffic.pieces.sum(0).max()) * _Pieces.bytes_of((k, v), 2, 1.0) * plan._local.route.block_size / plan.tokens
 
 
 @torch.no_grad()
 def _exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Makes the exchanges of a forward pass under the strategy "blocks" or "heads", and computes nothing. v: with q's head_dim."""
+    """Makes the exchanges of a forward pass, and computes nothing. v: with q's head_dim."""
     if isinstance(plan._local, HeadAttention):
-        q, *_ = exchange_tokens_for_heads([q, k, v], plan.ranks, plan._peers)
-        exchange_heads_for_tokens(q, plan.ranks, plan._peers)  # q has the size of out
-    elif isinstance(plan._local, BlockAttention) and plan.strategy == "blocks":
+        q, *_ = plan._local.exchange_tokens_for_heads([q, k, v])
+        plan._local.exchange_heads_for_tokens(q)  # q has the size of out
+    else:
         route = plan._local.route
         exchange._fetch(k, v, transfer.empty_blocks(k, v, route.traffic.received, route.block_size), route).wait()
 
@@ -258,7 +264,6 @@ def _window(pattern: Pattern) -> int | None:
 WAYS: dict[str, Way] = {
     "blocks, two calls": Planned("blocks", True),
     "blocks, one call": Planned("blocks", False),
-    "queries": Planned("queries"),
     "heads": Planned("heads"),
     "auto": Planned(),
     "all-gather and FlexAttention": GatheredKeys(),

@@ -142,8 +142,8 @@ class SparseAttention(nn.Module):
     64 tokens to a selection without ``always`` then reads only the picked blocks. With a ``ContextPlan`` as mask, of strategy
     "heads", each rank chooses in its heads.
     rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
-    bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
-    deterministic: as for ``attention``.
+    bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select, a plan or a cache.
+    backend, deterministic: as for ``attention``.
 
     Parameters: q_proj, k_proj, v_proj, out_proj, each an nn.Linear. Buffer: mask_spec, uint8, the mask's spec text, so that
     checkpoints hold the mask. It is None with select, and for a mask without text: a function, a BlockMask, a plan. If a
@@ -298,8 +298,7 @@ class SparseAttention(nn.Module):
                 "without a cache to train"
             )
         if self._plan is not None:
-            options: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": self.deterministic, "backend": self.backend}
-            out = self._plan.attention(q, k, v, select=self.select, **options)
+            out = self._plan.attention(q, k, v, select=self.select, deterministic=self.deterministic, backend=self.backend)
         elif self.select is not None and x.shape[1]:  # of no tokens none chooses
             out = self._attend_to_picks(cache, q, k, v)
         elif cache is None:
@@ -320,6 +319,8 @@ class SparseAttention(nn.Module):
             raise ValueError("a layer whose mask is a plan takes no cache; set layer.mask to the pattern to decode with it")
         if self._plan is not None and x.shape[1] != self._plan.tokens:
             raise ValueError(f"x must hold the {self._plan.tokens} tokens of this rank; got {x.shape[1]}; plan.shard gives them")
+        if dropout_p and self._plan is not None:
+            raise ValueError(f"a layer whose mask is a plan takes no dropout; got dropout_p={dropout_p}; make the layer without it")
         if dropout_p and cache is not None:
             raise ValueError(f"a layer in training mode with dropout_p={dropout_p} takes no cache; call layer.eval() to decode")
 

@@ -26,7 +26,6 @@ class SharedSequence(Protocol):
         *,
         select: Any = None,
         scale: float | None = None,
-        dropout_p: float = 0.0,
         sinks: torch.Tensor | None = None,
         deterministic: bool | None = None,
         backend: str = "auto",

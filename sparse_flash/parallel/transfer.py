@@ -42,13 +42,13 @@ class PendingExchange(NamedTuple):
 class Message(NamedTuple):
     """Holds the pieces that this rank sends next. Fill ``pieces``, then ``send`` them.
 
-    pieces: (sent pieces, *piece), contiguous. memory: holds the pieces where all ranks read them, laid out by ``traffic.layout``;
-    None if the process group moves them. All ranks have it, or none has.
+    pieces: (sent pieces, *piece), contiguous. memory: holds the pieces where all ranks read them, each once; None if the process
+    group moves them. All ranks have it, or none has.
     """
 
     pieces: torch.Tensor
     traffic: Traffic
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     memory: PeerMemory | None
 
     @classmethod
@@ -56,11 +56,12 @@ class Message(NamedTuple):
         """Returns a message of uninitialized pieces in shape and dtype of the pieces of ``like``, (pieces, *piece). Collective."""
         piece = like.shape[1:]
         piece_bytes = piece.numel() * like.element_size()
-        if route.memory is None or traffic.longest * piece_bytes < peer_memory.LEAST_BYTES:
+        memory = route.memory
+        if memory is None or traffic.longest * piece_bytes < peer_memory.LEAST_BYTES or not traffic.has_few_runs:
             return cls(like.new_empty(traffic.sent, *piece), traffic, route.group, None)
-        counts = traffic.layout.pieces
-        pieces = route.memory.allocate(max(counts) * piece_bytes, counts[traffic.rank], *piece, dtype=like.dtype)
-        return cls(pieces, traffic, route.group, route.memory)
+        counts = [of_rank.shape[1] for of_rank in traffic.wanted]
+        pieces = memory.allocate(max(counts) * piece_bytes, counts[traffic.rank], *piece, dtype=like.dtype)
+        return cls(pieces, traffic, route.group, memory)
 
     def send(self, received: torch.Tensor | None = None) -> PendingExchange:
         """Starts the exchange that fills ``received``, contiguous, piece after piece. None: a new tensor."""

@@ -4,10 +4,10 @@ import copies_on_ranks
 import numpy as np
 import on_ranks
 import pytest
+from copies_on_ranks import traffic_of
 from on_ranks import CASES
 
 from sparse_flash.parallel.planning import PlanOptions, plan_sequence
-from sparse_flash.parallel.traffic import Traffic
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -15,11 +15,13 @@ def test_a_rank_writes_each_block_once_and_others_get_few_runs(name):
     mask, ranks = on_ranks.whole_of(name), 4
     options = PlanOptions(block_size=mask.block_size, strategy="blocks")
     for rank in range(ranks):
-        exchange = plan_sequence([mask], [0], rank, ranks, options).local_masks[0]
-        messages = exchange.traffic.layout
-        assert len(exchange.message_blocks) == messages.pieces[rank] <= len(exchange.sent_blocks)
+        exchange = plan_sequence([mask], [1], rank, ranks, options).local_masks[0]
+        traffic = exchange.traffic
+        assert len(exchange.message_blocks) == traffic.wanted[rank].shape[1] <= len(exchange.sent_blocks)
         assert np.array_equal(np.unique(exchange.sent_blocks), np.sort(exchange.message_blocks))
-        assert max(map(len, messages.runs)) <= 2 ** (ranks - 2)  # of eight sets, four have a rank, two and two beside each other
+        assert max(len(traffic.runs(source)) for source in range(ranks)) <= 2 ** (
+            ranks - 2
+        )  # of eight sets, four have a rank, two and two beside each other
 
 
 BUTTERFLY = [[0, 5, 5, 0], [5, 0, 0, 5], [5, 0, 0, 5], [0, 5, 5, 0]]
@@ -27,7 +29,7 @@ BUTTERFLY = [[0, 5, 5, 0], [5, 0, 0, 5], [5, 0, 0, 5], [0, 5, 5, 0]]
 
 @pytest.mark.parametrize("pieces", [BUTTERFLY, 1 - np.eye(8, dtype=int)], ids=["butterfly", "all to all"])
 def test_no_two_ranks_get_pieces_from_one_at_a_time(pieces):
-    orders = [Traffic(np.array(pieces), rank).order for rank in range(len(pieces))]
+    orders = [traffic_of(np.array(pieces), rank).order for rank in range(len(pieces))]
     for rank, order in enumerate(orders):
         assert sorted(order) == [source for source in range(len(pieces)) if pieces[source][rank]]
     assert all(len(set(turn)) == len(orders) for turn in zip(*orders, strict=True))

@@ -71,7 +71,7 @@ def use_sparse_flash(
     own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives masks for
     some layers; the others keep the model's own. The name of a JSON file that ``write_masks`` wrote gives the masks of all layers
     and their settings. None: the masks that the model, or its adapter, was saved with, otherwise the model's own.
-    Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
+    Or a ``ContextPlan``, or a list with the plan of each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
     returns their logits. Its loss is the sum over the rank's labels, divided by num_items_in_batch or the valid labels of all
     ranks. Refused are models in which anything else may mix tokens, position_ids that restart within a document of the plan's mask,

@@ -342,6 +342,7 @@ def _attend_by_plan(call: LayerCall, plan: SharedSequence, block_indices: torch.
     model_mask = call.model_mask
     unsupported = {
         "a soft cap": bool(call.softcap),
+        "dropout, which config.attention_dropout or attn_pdrop sets,": bool(call.dropout),
         "a 4-D attention_mask, or a config.attention_chunk_size shorter than the sequence": model_mask.kept_pairs is not None,
         "padding": model_mask.key_starts is not None,
         "a choice of blocks": block_indices is not None,
@@ -354,7 +355,7 @@ def _attend_by_plan(call: LayerCall, plan: SharedSequence, block_indices: torch.
             f"the layer's own mask is {' & '.join(limits)}, and a plan cannot be joined with it; make it part of the layer's mask "
             f"in the plan, and set the model's config.{setting}"
         )
-    return plan.attention(call.query, call.key, call.value, dropout_p=call.dropout, sinks=call.sinks, **call.options)
+    return plan.attention(call.query, call.key, call.value, sinks=call.sinks, **call.options)
 
 
 def _attend_as_before(module, query, key, value, attention_mask, **options):
@@ -408,8 +409,8 @@ def shard_arguments(
         # They restart only where a document of the plan starts. Compiled code cannot read values, and fails at run time.
         wrong = ((positions.diff() <= 0) & ~plan.document_starts[1:]).any()
         error = (
-            "position_ids must restart only where a document of the plan's mask starts; put the documents in it, "
-            "'causal & documents([0, ..., tokens])', or make it by ContextParallel"
+            "position_ids must restart only where a document of the plan's mask starts; put the documents in it: "
+            "'causal & documents([0, ..., tokens])'"
         )
         if torch.compiler.is_compiling():
             assert_in_graph(~wrong, error)

@@ -106,7 +106,7 @@ def read_masks(
 def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
     """Returns the checked mask of each layer; "own" for the model's own. numbers: of the layers. See ``use_sparse_flash``."""
     if per_layer is None and isinstance(mask, Sequence) and mask and all(isinstance(one, SharedSequence) for one in mask):
-        mask, per_layer = None, mask  # ContextPlans
+        mask, per_layer = None, mask
     if per_layer is not None:
         if mask is not None:
             raise ValueError("mask and per_layer were both given; pass one of them")
