@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,16 @@ from .agreement import check_agreement
 from .attend import BlockAttention, HeadAttention, Select, resolve_select
 from .estimates import LINK_RATE
 from .peer_memory import peer_memory
-from .planning import PlannedSequence, PlanOptions, Strategy, plan_sequence, to_square_mask
+from .planning import PlanKeywords, PlannedSequence, PlanOptions, Strategy, plan_sequence, to_square_mask
 from .routes import Route
 from .sharding import TokenShards, group_of
 
 
 @overload
-def context_parallel(mask: MaskLike, q_len: int, mesh: DeviceMesh, **options: Any) -> ContextPlan: ...
+def context_parallel(mask: MaskLike, q_len: int, mesh: DeviceMesh, **options: Unpack[PlanKeywords]) -> ContextPlan: ...
 @overload
 def context_parallel(
-    mask: list[MaskLike] | tuple[MaskLike, ...], q_len: int, mesh: DeviceMesh, **options: Any
+    mask: list[MaskLike] | tuple[MaskLike, ...], q_len: int, mesh: DeviceMesh, **options: Unpack[PlanKeywords]
 ) -> list[ContextPlan]: ...
 
 

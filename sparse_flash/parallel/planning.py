@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -18,6 +18,17 @@ from .routes import Route
 
 Strategy = Literal["blocks", "heads"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "heads"
+
+
+class PlanKeywords(TypedDict, total=False):
+    """Types the fields of ``PlanOptions`` as keywords."""
+
+    heads: int | None
+    kv_heads: int | None
+    block_size: int
+    strategy: Strategy | Literal["auto"]
+    link_rate: float
+    overlap: bool | None
 
 
 @dataclass(frozen=True)
