@@ -18,7 +18,7 @@ from ..compat.names import operator_name
 from ..dispatch.operators import prepare_upstream, refuse_second_derivatives
 from .calls import Gradients, PartialAttention, QueryRows, add_blocks, merge
 from .routes import Route, TwoCalls, record_of
-from .transfer import Message, PendingExchange, append_fetched, as_tokens, empty_blocks, pack, pack_with_space, split_packed, unpack
+from .transfer import Message, PendingExchange, append_fetched, as_tokens, empty_blocks, pack, split_packed, unpack
 
 _SETTINGS = "Tensor handle, float? scale, bool deterministic, str backend) -> (Tensor, Tensor, Tensor)"  # as PartialAttention
 _FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor columns, SymInt block_size, {_SETTINGS}"
@@ -37,7 +37,7 @@ def attend_blocks(
     """
     run = PartialAttention(*given)
     route: Route = record_of(run.handle)
-    calls, buffer, space = route.forward, empty_blocks(k, v, len(columns), block_size), None
+    calls, buffer = route.forward, empty_blocks(k, v, len(columns), block_size)
     fetching = _fetch(k, v, buffer, route)
     if isinstance(calls, TwoCalls):
         fetching.wait_for_start()
@@ -46,9 +46,7 @@ def attend_blocks(
         if calls.far is not None:
             merge(out, lse, run.forward(q, *unpack(fetched, k.shape[3]), calls.far))
     else:
-        if route.traffic.received:
-            space = pack_with_space(k, v, route.traffic.received, block_size)
-        out, lse = run.forward(q, *append_fetched(k, v, fetching.wait(), space), calls)
+        out, lse = run.forward(q, *append_fetched(k, v, route.traffic.received, block_size, fetching.wait), calls)
     return out, lse, buffer
 
 
@@ -73,7 +71,8 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> Gra
     if isinstance(calls, TwoCalls):
         (dq, dk, dv), returning = run.backward_in_two_calls(rows, (k, v), fetched, calls, allocate())
     else:
-        dq, all_dk, all_dv = run.backward(rows, *append_fetched(k, v, fetched), calls)
+        # Not held by a name, so that they are freed before the message is allocated.
+        dq, all_dk, all_dv = run.backward(rows, *append_fetched(k, v, len(fetched), route.block_size, lambda: fetched), calls)
         message = allocate()
         pack(all_dk[:, :, tokens:], all_dv[:, :, tokens:], message.pieces)
         returning = message.send()

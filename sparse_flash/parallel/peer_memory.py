@@ -100,25 +100,25 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | 
 def _make_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     if device.type != "cuda" or torch.version.cuda is None or dist.get_world_size(group) == 1:
         return None
-    on = os.environ.get(SWITCH, "1") not in ("", "0")
-    hosts, gpus, switches = zip(*_gather((socket.gethostname(), device.index, on), group), strict=True)
-    if not all(switches) or len(set(hosts)) > 1 or len(set(gpus)) < len(gpus):
-        return None
-    memory, failure = None, ""
     try:
-        links = symmetric_memory.nvlinks()
-        joined = all(0 <= gpu < len(links) and (gpu == device.index or links[device.index][gpu]) for gpu in gpus)
+        links = symmetric_memory.nvlinks()[device.index]
+    except (RuntimeError, IndexError):
+        links = []
+    here = socket.gethostname(), device.index, os.environ.get(SWITCH, "1") not in ("", "0"), links
+    hosts, gpus, switches, all_links = zip(*_gather(here, group), strict=True)
+
+    def joins_all(gpu: int, links: list[int]) -> bool:
+        return all(other == gpu or (other < len(links) and links[other]) for other in gpus)
+
+    if len(set(hosts)) > 1 or len(set(gpus)) < len(gpus) or not all(switches) or not all(map(joins_all, gpus, all_links)):
+        return None
+    memory = None
+    try:
+        memory = PeerMemory(group, device)
     except Exception as error:
-        joined, failure = False, str(error)
-    if all(_gather(joined, group)):
-        try:
-            memory = PeerMemory(group, device)
-        except Exception as error:
-            failure = str(error)
-    if failure:
         warnings.warn(
             f"GPU {device.index} cannot share memory with other GPUs of its host, so NCCL moves what ranks exchange, which slows "
-            f"attention that runs at the same time; set {SWITCH}=0 to use NCCL without this warning: {failure}",
+            f"attention that runs at the same time; set {SWITCH}=0 to use NCCL without this warning: {error}",
             stacklevel=2,
         )
     return memory if all(_gather(memory is not None, group)) else None

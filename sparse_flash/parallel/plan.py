@@ -21,7 +21,7 @@ from .agreement import check_agreement
 from .attend import BlockAttention, HeadAttention, Select, resolve_select
 from .estimates import LINK_RATE
 from .peer_memory import peer_memory
-from .planning import PlanKeywords, PlannedSequence, PlanOptions, Strategy, plan_sequence, to_square_mask
+from .planning import Local, PlanKeywords, PlanOptions, Strategy, plan_sequence, to_square_mask
 from .routes import Route
 from .sharding import TokenShards, group_of
 
@@ -87,22 +87,23 @@ def context_parallel(
         by_layer = [parse(one) if isinstance(one, str) else one for one in by_layer]
         different = list(dict.fromkeys(by_layer))
         masks = [to_square_mask(one, q_len, block_size) for one in different]
-        numbers = plan_sequence(masks, [by_layer.count(one) for one in different], rank, ranks, options)
+        choice, local_masks = plan_sequence(masks, [by_layer.count(one) for one in different], rank, ranks, options)
     except Exception as error:
         check_agreement(error, group)
         raise
     layers = [different.index(one) for one in by_layer]
     words = ", ".join(map(_describe_mask, different, masks)) + (f" for layers {layers}" if len(layers) > 1 else "")
-    assignment = f"{numbers.owners.name} ({sha256(numbers.owners.blocks.tobytes()).hexdigest()[:12]})"
-    decided = {"strategy": ", ".join(numbers.strategies), "assignment": assignment}
+    assignment = f"{choice.owners.name} ({sha256(choice.owners.blocks.tobytes()).hexdigest()[:12]})"
+    decided = {"strategy": ", ".join(choice.strategies), "assignment": assignment}
     check_agreement(
         {"mask": words, "q_len": str(q_len), **options.facts(), "block_size": str(masks[0].block_size)} | decided, group
     )
     device = torch.empty(0, device=mesh.device_type).device
     starts = set.intersection(*map(_document_starts, different))
-    positions = numbers.owners.positions(q_len, masks[0].block_size)
+    positions = choice.owners.positions(q_len, masks[0].block_size)
     shards = TokenShards(q_len, positions, tuple(sorted(starts)), group, device)
-    plans = [ContextPlan(shards, one, numbers, number, options) for number, one in enumerate(masks)]
+    planned = zip(masks, choice.strategies, local_masks, strict=True)
+    plans = [ContextPlan(shards, choice.owners.name, options, *one) for one in planned]
     return [plans[number] for number in layers] if isinstance(mask, (list, tuple)) else plans[0]
 
 
@@ -126,15 +127,13 @@ class ContextPlan(TokenShards):
     plan's tensors. overlap: (forward, backward), whether a pass makes two calls, one of which overlaps the exchange.
     """
 
-    def __init__(self, shards: TokenShards, mask: BlockMask, numbers: PlannedSequence, number: int, options: PlanOptions):
-        """number: of the plan's mask among the planned masks."""
+    def __init__(self, shards: TokenShards, owners: str, options: PlanOptions, mask: BlockMask, strategy: Strategy, local: Local):
+        """owners: their name. local: see ``plan_sequence``."""
         vars(self).update(vars(shards))  # the same tensors under all masks
-        self.mask, self.strategy, self._assigned = mask, numbers.strategies[number], numbers.owners.name
-        self._heads = None if options.heads is None else (numbers.sizes.heads, numbers.sizes.kv_heads)
-        self.overlap = (False, False)
+        self.mask, self.strategy, self.overlap, self._assigned = mask, strategy, (False, False), owners
+        self._heads = None if options.heads is None else (options.heads, options.kv_heads or options.heads)
         # On one rank, the mask itself.
         self._local: BlockMask | HeadAttention | BlockAttention
-        local = numbers.local_masks[number]
         if isinstance(local, Route):
             route = local.to(self.device, self.group, peer_memory(self.group, self.device))
             self._local, self.overlap = BlockAttention(route, self.device), local.overlap

@@ -18,6 +18,8 @@ from .routes import Route
 
 Strategy = Literal["blocks", "heads"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "heads"
+# What a rank attends by: the exchange of blocks under strategy "blocks" on several ranks, otherwise the mask of its heads.
+Local = BlockMask | Route
 
 
 class PlanKeywords(TypedDict, total=False):
@@ -44,12 +46,10 @@ class PlanOptions:
 
     def check(self, ranks: int) -> None:
         """Raises ValueError for options that are not valid."""
-        if self.heads is None and self.kv_heads is not None:
-            raise ValueError(f"kv_heads must come with heads=; got kv_heads={self.kv_heads}; pass both")
         for name, value in (("heads", self.heads), ("kv_heads", self.kv_heads)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive integer; got {value!r}; pass {name} of the attention calls")
-        if self.heads and self.kv_heads and self.heads % self.kv_heads:
+        if self.kv_heads and (not self.heads or self.heads % self.kv_heads):
             raise ValueError(
                 f"kv_heads must divide heads; got {self.kv_heads} and {self.heads}; pass the numbers of the attention calls"
             )
@@ -96,23 +96,10 @@ class Choice(NamedTuple):
     strategies: tuple[Strategy, ...]
 
 
-class PlannedSequence(NamedTuple):
-    """Holds one rank's numbers of a plan, on the host.
-
-    owners, strategies: as in ``Choice``. sizes: of the sequence. local_masks: for each mask, under strategy "blocks" on several
-    ranks the exchange of blocks; else the mask of the rank's heads.
-    """
-
-    owners: Owners
-    strategies: tuple[Strategy, ...]
-    sizes: SequenceSizes
-    local_masks: list[BlockMask | Route]
-
-
 def plan_sequence(
     masks: Sequence[BlockMask], layers: Sequence[int], rank: int, ranks: int, options: PlanOptions
-) -> PlannedSequence:
-    """Plans one rank's part of a sequence.
+) -> tuple[Choice, list[Local]]:
+    """Plans one rank's part of a sequence. Returns (the choice, what the rank attends by under each mask, on the CPU).
 
     masks: different masks, on the CPU, of one length and block size. layers: how many layers have each mask. Raises ValueError for
     options that do not fit the masks.
@@ -123,15 +110,15 @@ def plan_sequence(
         allowed = ["blocks"]
     chunk_blocks = blocks_per_chunk(masks[0].grid.q_blocks, sizes.block_size, ranks)
     visits = [Visits.from_mask(mask, chunk_blocks) for mask in masks]
-    _, owners, strategies = choose_strategies(visits, layers, sizes, ranks, allowed)
-    local_masks: list[BlockMask | Route] = []
-    for mask, visited, strategy in zip(masks, visits, strategies, strict=True):
+    choice = choose_strategies(visits, layers, sizes, ranks, allowed)
+    local_masks: list[Local] = []
+    for mask, visited, strategy in zip(masks, visits, choice.strategies, strict=True):
         if strategy == "blocks" and ranks > 1:
-            local_masks.append(Route.from_assignment(owners.with_visits(visited), rank, options.overlap, sizes))
+            local_masks.append(Route.from_assignment(choice.owners.with_visits(visited), rank, options.overlap, sizes))
         else:
             index, for_all = mask.mask_index, ranks == 1 or mask.mask_index.shape[1] == 1
             local_masks.append(mask if for_all else replace(mask, mask_index=index.chunk(ranks, 1)[rank]))
-    return PlannedSequence(owners, strategies, sizes, local_masks)
+    return choice, local_masks
 
 
 def choose_strategies(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,28 +62,24 @@ class Traffic:
 
     @cached_property
     def order(self) -> list[int]:
-        """Returns the other ranks that this rank gets pieces from, in the order of copying."""
-        return [source for source, target in _copy_rounds(self.pieces) if target == self.rank]
+        """Returns the other ranks that this rank gets pieces from, in the order of copying.
+
+        All ranks copy round after round. In a round no two ranks read from the same rank, because two readers halve each other's
+        rate (docs/performance/several-gpus.md, "Copied by copy engines").
+        """
+        left, order = np.where(np.eye(len(self.wanted), dtype=bool), 0, self.pieces), []
+        while left.any():
+            # Ranks with most pieces left to send or to get are in every round, so there are no more rounds than these ranks need.
+            # A round has pieces of similar length: a rank with a short piece would begin its next one while others still read.
+            todo = left.sum(1)[:, None] + left.sum(0)
+            sources, targets = linear_sum_assignment(np.where(left > 0, todo + 2 * left, 0), maximize=True)
+            source = int(sources[targets == self.rank][0])
+            order += [source] * bool(left[source, self.rank])
+            left[sources, targets] = 0
+        return order
 
     @cached_property
     def reverse(self) -> Traffic:
         """Returns the exchange in which every piece goes back to its sender, in the order of arrival."""
         to_one_rank = np.eye(len(self.wanted), dtype=bool)
         return Traffic([np.repeat(to_one_rank, counts, axis=1) for counts in self.pieces.T], self.rank)
-
-
-def _copy_rounds(pieces: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yields the (source, target) of all copies between different ranks, round after round.
-
-    In a round no two ranks read from the same rank, because two readers halve each other's rate
-    (docs/performance/several-gpus.md, "Copied by copy engines").
-    """
-    left = np.where(np.eye(len(pieces), dtype=bool), 0, pieces)
-    while left.any():
-        # Ranks with most pieces left to send or to get are in every round, so there are no more rounds than these ranks need.
-        # A round has pieces of similar length: a rank with a short piece would begin its next one while others still read.
-        todo = left.sum(1)[:, None] + left.sum(0)
-        sources, targets = linear_sum_assignment(np.where(left > 0, todo + 2 * left, 0), maximize=True)
-        busy = left[sources, targets] > 0
-        yield from zip(sources[busy].tolist(), targets[busy].tolist(), strict=True)
-        left[sources, targets] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -116,21 +117,15 @@ def unpack(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Ten
     return split_packed(as_tokens(packed), head_dim)
 
 
-def pack_with_space(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
-    """Returns k and v packed into blocks, followed by ``count`` uninitialized blocks."""
+def append_fetched(
+    k: torch.Tensor, v: torch.Tensor, count: int, block_size: int, wait: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (k, v) of the rank's tokens, then of ``count`` fetched blocks. wait: returns these; k and v are copied before."""
+    if not count:
+        wait()
+        return k, v
     own = k.shape[2] // block_size
     blocks = empty_blocks(k, v, own + count, block_size)
     pack(k, v, blocks[:own])
-    return blocks
-
-
-def append_fetched(
-    k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, space: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (k, v) of the rank's tokens, then of the fetched blocks. space: from ``pack_with_space``, or None."""
-    if not len(fetched):
-        return k, v
-    if space is None:
-        space = pack_with_space(k, v, len(fetched), fetched.shape[1])
-    space[len(space) - len(fetched) :] = fetched
-    return unpack(space, k.shape[3])
+    blocks[own:] = wait()
+    return unpack(blocks, k.shape[3])

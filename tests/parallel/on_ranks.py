@@ -309,7 +309,7 @@ def refused_calls() -> list[tuple[str, str]]:
         ("kv_heads must divide heads; got 3 and 4", lambda: planned(strategy="heads", heads=4, kv_heads=3)),
         ("got 2 ranks and 3 kv_heads", lambda: planned(strategy="heads", heads=3)),
         ("strategy must be 'auto', 'blocks' or 'heads'; got 'ring'", lambda: planned(strategy="ring")),
-        ("kv_heads must come with heads=; got kv_heads=2", lambda: planned(kv_heads=2)),
+        ("kv_heads must divide heads; got 2 and None", lambda: planned(kv_heads=2)),
         ("one block_size, the unit that ranks own; got 32", lambda: planned([compiled, "causal"])),
         ("made before there are queries; got a BlockSelection, which queries choose", lambda: planned(chosen)),
         ("this plan's strategy is 'blocks'; pass strategy='heads'", lambda: plan.attention(q, k, v, select=chosen)),

@@ -15,7 +15,7 @@ def test_a_rank_writes_each_block_once_and_others_get_few_runs(name):
     mask, ranks = on_ranks.whole_of(name), 4
     options = PlanOptions(block_size=mask.block_size, strategy="blocks")
     for rank in range(ranks):
-        exchange = plan_sequence([mask], [1], rank, ranks, options).local_masks[0]
+        exchange = plan_sequence([mask], [1], rank, ranks, options)[1][0]
         traffic = exchange.traffic
         assert len(exchange.message_blocks) == traffic.wanted[rank].shape[1] <= len(exchange.sent_blocks)
         assert np.array_equal(np.unique(exchange.sent_blocks), np.sort(exchange.message_blocks))
@@ -50,7 +50,7 @@ def test_pieces_of_any_size_arrive_as_a_process_group_moves_them(pools, ranks):
         ({"host": "two"}, False),
         ({"gpu": 0}, False),
         ({"links": [[18, 18, 18], [18, 18, 0], [18, 0, 18]]}, False),
-        ({"error": "no room for handles"}, False),
+        ({"error": "no memory for handles"}, False),
     ],
 )
 def test_all_ranks_share_memory_or_none_does_and_a_failed_trial_is_said_where_it_failed(pools, of_second, shares):
@@ -59,4 +59,4 @@ def test_all_ranks_share_memory_or_none_does_and_a_failed_trial_is_said_where_it
     warned = [len(messages) for _, messages in found]
     assert warned == [0, "error" in of_second, 0]
     if "error" in of_second:
-        assert "no room for handles" in found[1][1][0] and "SPARSE_FLASH_COPY_ENGINES=0" in found[1][1][0]
+        assert "no memory for handles" in found[1][1][0] and "SPARSE_FLASH_COPY_ENGINES=0" in found[1][1][0]

@@ -7,7 +7,7 @@ from on_ranks import CASES, whole_of
 import sparse_flash as sf
 from sparse_flash.parallel.assignment import Visits, blocks_per_chunk, candidates
 from sparse_flash.parallel.estimates import LINK_RATE, SequenceSizes, head_seconds
-from sparse_flash.parallel.planning import PlannedSequence, PlanOptions, choose_strategies, plan_sequence
+from sparse_flash.parallel.planning import Choice, PlanOptions, choose_strategies, plan_sequence
 
 
 @pytest.mark.parametrize("ranks", [1, 7, 16])
@@ -32,11 +32,11 @@ def test_ranks_divide_the_tokens_and_get_the_blocks_that_they_visit_and_lack(nam
             assert all(np.isin(blocks, assignment.blocks[source]).all() for source, blocks in enumerate(got))
 
 
-def planned(mask: str | sf.BlockMask, tokens: int, ranks: int, heads: int | None = 8, kv_heads: int | None = 8) -> PlannedSequence:
-    """Returns the first rank's plan of one mask."""
+def planned(mask: str | sf.BlockMask, tokens: int, ranks: int, heads: int | None = 8, kv_heads: int | None = 8) -> Choice:
+    """Returns the plan of one mask."""
     if isinstance(mask, str):
         mask = sf.compile_mask(mask, tokens, progress=False)
-    return plan_sequence([mask], [1], 0, ranks, PlanOptions(heads, kv_heads))
+    return plan_sequence([mask], [1], 0, ranks, PlanOptions(heads, kv_heads))[0]
 
 
 def random_documents(tokens: int, within: str = "causal") -> sf.BlockMask:
@@ -47,7 +47,8 @@ def random_documents(tokens: int, within: str = "causal") -> sf.BlockMask:
 def test_windows_are_contiguous_and_get_one_window_and_causal_is_balanced_by_zigzag():
     window, causal = planned("causal & local(4096)", 1 << 18, 8), planned("causal", 1 << 17, 8, None, None)
     assert window.strategies == ("blocks",) and window.owners.name == "contiguous" and causal.owners.name == "zigzag"
-    assert window.local_masks[0].traffic.pieces.sum(0).max() == 4096 // 128
+    visits = Visits.from_mask(sf.compile_mask("causal & local(4096)", 1 << 18), 8)
+    assert window.owners.with_visits(visits).received.max() == 4096 // 128
 
 
 def test_chunks_levelled_by_work_balance_documents_of_random_lengths():
@@ -87,12 +88,12 @@ def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_fas
     tokens = 1 << log2_tokens
     whole = random_documents(tokens) if mask == "documents" else sf.compile_mask(mask, tokens, progress=False)
     options = PlanOptions(heads, 8, strategy="blocks", link_rate=link_rate)
-    assert plan_sequence([whole], [1], 0, 2, options).local_masks[0].overlap == overlap
+    assert plan_sequence([whole], [1], 0, 2, options)[1][0].overlap == overlap
 
 
 def test_all_ranks_make_as_many_calls_though_the_first_receives_nothing():
     mask, options = sf.compile_mask("causal & local(4096)", 1 << 16), PlanOptions(8, 8, strategy="blocks")
-    overlaps = [plan_sequence([mask], [1], rank, 4, options).local_masks[0].overlap for rank in range(4)]
+    overlaps = [plan_sequence([mask], [1], rank, 4, options)[1][0].overlap for rank in range(4)]
     assert overlaps == [(True, True)] * 4
 
 
