@@ -554,7 +554,7 @@ TABLES = (
     row("context_parallel", T, r"mesh must be a DeviceMesh; got str; use init_device_mesh", mesh="cp"),
     row("context_parallel", V, "mask must name at least one mask, or be one; got an empty list", mask=[]),
     row("context_parallel", V, "heads must be", heads=0),
-    row("context_parallel", V, r"plan.attention does not support softcap; it takes select, scale", softcap=1.0),
+    row("context_parallel", T, r"unexpected keyword argument 'softcap'", softcap=1.0),
     row("draw", V, r"must be a \.png or \.svg file; got .*gif", path="mask.gif"),
     row("draw", T, "name of a picture to write; got 4096; lengths are q_len= and kv_len=", path=4096),
     row("draw", V, "level must be one of auto, tokens, blocks, visited; got 'pairs'", level="pairs"),

@@ -12,8 +12,7 @@ def check_agreement(given: dict[str, str] | Exception, group: dist.ProcessGroup)
 
     given: the values by name, the same names on every rank; or this rank's error, which it raises itself. A collective call.
     """
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, f"{type(given).__name__}: {given}" if isinstance(given, Exception) else given, group=group)
+    every = gather_objects(f"{type(given).__name__}: {given}" if isinstance(given, Exception) else given, group)
     if isinstance(given, Exception):
         raise given
     if failed := [f"rank {rank}: {theirs}" for rank, theirs in enumerate(every) if isinstance(theirs, str)]:
@@ -28,3 +27,10 @@ def check_agreement(given: dict[str, str] | Exception, group: dist.ProcessGroup)
             differing.append(f"{name} is {by_value}")
     if differing:
         raise ValueError(f"all ranks of a mesh must make the same plan; {'; '.join(differing)}; pass the same on every rank")
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns the object of each rank, in the order of ranks. A collective call."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    return every

@@ -32,17 +32,10 @@ class BlockAttention:
         mark_lengths_dynamic(self._columns, 0)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        scale: float | None,
-        deterministic: bool,
-        backend: str,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *settings: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (out, lse). q, k, v: of the rank's tokens."""
-        out, lse, _ = attend_blocks(q, k, v, self._columns, self.route.block_size, self._handle, scale, deterministic, backend)
+        """Returns (out, lse). q, k, v: of the rank's tokens. settings: scale, deterministic and backend of PartialAttention."""
+        out, lse, _ = attend_blocks(q, k, v, self._columns, self.route.block_size, self._handle, *settings)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
 
 
@@ -59,18 +52,11 @@ class HeadAttention:
         self._padding = shards.ranks * shards.tokens - shards.q_len
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        select: Select | None,
-        sinks: torch.Tensor | None,
-        return_lse: bool,
-        **options: Any,
+        self, qkv: list[torch.Tensor], select: Select | None, sinks: torch.Tensor | None, return_lse: bool, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns as ``BlockAttention.attend``; lse only if asked, as it takes an exchange. select: replaces the mask. options:
-        scale, deterministic and backend of ``attention``."""
-        q, k, v = (t[:, :, : self._q_len] for t in self.exchange_tokens_for_heads([q, k, v]))
+        """Returns as ``BlockAttention.attend``; lse only if asked, as it takes an exchange. qkv: q, k and v of the rank's tokens.
+        select: replaces the mask. options: scale, deterministic and backend of ``attention``."""
+        q, k, v = (t[:, :, : self._q_len] for t in self.exchange_tokens_for_heads(qkv))
         if sinks is not None:
             options["sinks"] = torch.unflatten(sinks, 0, (self._ranks, -1))[self._rank]
         mask = self._mask if select is None else resolve_select(select, q, k)

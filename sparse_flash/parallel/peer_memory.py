@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..compat import symmetric_memory
+from .agreement import gather_objects
 from .traffic import Traffic
 
 SWITCH = "SPARSE_FLASH_COPY_ENGINES"  # an environment variable; 0: NCCL moves everything
@@ -105,7 +106,7 @@ def _make_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory |
     except (RuntimeError, IndexError):
         links = []
     here = socket.gethostname(), device.index, os.environ.get(SWITCH, "1") not in ("", "0"), links
-    hosts, gpus, switches, all_links = zip(*_gather(here, group), strict=True)
+    hosts, gpus, switches, all_links = zip(*gather_objects(here, group), strict=True)
 
     def joins_all(gpu: int, links: list[int]) -> bool:
         return all(other == gpu or (other < len(links) and links[other]) for other in gpus)
@@ -121,10 +122,4 @@ def _make_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory |
             f"attention that runs at the same time; set {SWITCH}=0 to use NCCL without this warning: {error}",
             stacklevel=2,
         )
-    return memory if all(_gather(memory is not None, group)) else None
-
-
-def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, mine, group=group)
-    return values
+    return memory if all(gather_objects(memory is not None, group)) else None

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..api.arguments import cast_for_autocast, check_tensors, check_types, resolve_deterministic, resolve_scale
 from ..api.attention import attention
-from ..api.keywords import answers_unknown_keywords
 from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
 from ..masks.parsing import parse
 from ..masks.pattern import And, Pattern
@@ -107,13 +106,6 @@ def context_parallel(
     return [plans[number] for number in layers] if isinstance(mask, (list, tuple)) else plans[0]
 
 
-def _unsupported(function: str, known: list[str], unknown: list[str]) -> ValueError:
-    return ValueError(
-        f"plan.attention does not support {', '.join(sorted(unknown))}; it takes select, scale, sinks, return_lse, deterministic "
-        "and backend; use sf.attention on one GPU for the rest"
-    )
-
-
 class ContextPlan(TokenShards):
     """Holds one rank's view of a sequence that several ranks share. ``context_parallel`` makes plans.
 
@@ -146,7 +138,6 @@ class ContextPlan(TokenShards):
             f"{self._assigned}; this is rank {self.rank})"
         )
 
-    @answers_unknown_keywords(_unsupported)
     def attention(
         self,
         q: torch.Tensor,
@@ -184,15 +175,15 @@ class ContextPlan(TokenShards):
         check_types(q, k, v)
         q, k, v = cast_for_autocast(q, k, v)
         scale, deterministic = resolve_scale(scale, q.shape[3]), resolve_deterministic(deterministic)
-        options: dict[str, Any] = {"sinks": sinks, "scale": scale, "deterministic": deterministic, "backend": backend}
+        options: dict[str, Any] = {"scale": scale, "deterministic": deterministic, "backend": backend}
         local = self._local
         if isinstance(local, BlockMask):
             mask = local if select is None else resolve_select(select, q, k)
-            return attention(q, k, v, mask, return_lse=return_lse, **options)
+            return attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
         self._check(q, k, v)
         build_variant(q, k, sinks=sinks)  # raises if they do not fit
         if isinstance(local, HeadAttention):
-            out, lse = local.attend(q, k, v, select, return_lse=return_lse, **options)
+            out, lse = local.attend([q, k, v], select, sinks, return_lse, **options)
             return out if lse is None else (out, lse)
         if select is not None:
             raise ValueError(
@@ -204,7 +195,7 @@ class ContextPlan(TokenShards):
                 "backend 'reference' needs all keys of a query in one call; got a plan of strategy "
                 f"{self.strategy!r}, whose calls get some of them; pass backend='torch', or strategy='heads' to context_parallel"
             )
-        out, lse = local.attend(q, k, v, **options)
+        out, lse = local.attend(q, k, v, sinks, scale, deterministic, backend)
         return (out, lse) if return_lse else out
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

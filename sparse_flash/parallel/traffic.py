@@ -38,10 +38,6 @@ class Traffic:
         return self.pieces[:, self.rank].tolist()
 
     @cached_property
-    def sent(self) -> int:
-        return sum(self.sends)
-
-    @cached_property
     def received(self) -> int:
         return sum(self.receives)
 

@@ -59,7 +59,7 @@ class Message(NamedTuple):
         piece_bytes = piece.numel() * like.element_size()
         memory = route.memory
         if memory is None or traffic.longest * piece_bytes < peer_memory.LEAST_BYTES or not traffic.has_few_runs:
-            return cls(like.new_empty(traffic.sent, *piece), traffic, route.group, None)
+            return cls(like.new_empty(sum(traffic.sends), *piece), traffic, route.group, None)
         counts = [of_rank.shape[1] for of_rank in traffic.wanted]
         pieces = memory.allocate(max(counts) * piece_bytes, counts[traffic.rank], *piece, dtype=like.dtype)
         return cls(pieces, traffic, route.group, memory)

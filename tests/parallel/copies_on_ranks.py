@@ -99,7 +99,7 @@ def exchanged(rounds: int, seed: int) -> None:
             shape = [int(size) for size in generator.integers(1, 120, 3)]
             traffic = traffic_of(pieces, rank)
             of_rank = torch.Generator().manual_seed(100 * seed + number * ranks + rank)
-            sent = torch.randn(traffic.sent, *shape, generator=of_rank, device="cpu")
+            sent = torch.randn(sum(traffic.sends), *shape, generator=of_rank, device="cpu")
             dtype, arrived = [torch.float32, torch.bfloat16][number % 2], []
             for route in (memory, None):
                 received = torch.full((traffic.received, *shape), float("nan"), dtype=dtype, device=DEVICE)

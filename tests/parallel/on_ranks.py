@@ -314,7 +314,7 @@ def refused_calls() -> list[tuple[str, str]]:
         ("made before there are queries; got a BlockSelection, which queries choose", lambda: planned(chosen)),
         ("this plan's strategy is 'blocks'; pass strategy='heads'", lambda: plan.attention(q, k, v, select=chosen)),
         ("as topk_blocks does; got Tensor", lambda: of_heads.attention(q, k, v, select=lambda q, k: q)),
-        ("plan.attention does not support dropout_p", lambda: plan.attention(q, k, v, dropout_p=0.1)),
+        ("unexpected keyword argument 'dropout_p'", lambda: plan.attention(q, k, v, dropout_p=0.1)),
         ("a layer whose mask is a plan takes no dropout", lambda: sf.SparseAttention(16, 2, plan, dropout_p=0.1)(q[:, 0])),
         ("backend 'reference' needs all keys of a query in one call", lambda: plan.attention(q, k, v, backend="reference")),
         ("q must hold the 512 tokens of this rank", lambda: plan.attention(q[:, :, 1:], k, v)),
