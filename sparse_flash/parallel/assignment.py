@@ -25,14 +25,15 @@ class Visits:
     """Counts the blocks that chunks of ``chunk_blocks`` block rows visit under a mask.
 
     mask: on the CPU. needed: (chunks, kv_blocks) bool, whether a row of the chunk visits the block column, in at least one head.
-    visited: (chunks, chunks) float64, how many blocks in the columns of each chunk the rows of a chunk visit, the sum over the
-    heads of ``mask.mask_index``. These are integers, so sums have the same bits on every rank.
+    pairs: (row chunk, column chunk, visited blocks) of each pair of chunks with any. Blocks are float64, the sum over the heads of
+    ``mask.mask_index``. They are integers, so sums have the same bits on every rank.
     """
 
     mask: BlockMask
     chunk_blocks: int
     needed: np.ndarray
-    visited: np.ndarray
+    chunks: int
+    pairs: tuple[np.ndarray, np.ndarray, np.ndarray]
 
     @classmethod
     def from_mask(cls, mask: BlockMask, chunk_blocks: int) -> Visits:
@@ -51,11 +52,8 @@ class Visits:
                 needed[row_chunk * blocks + cols] = True
                 visited += heads * np.bincount(row_chunk * chunks + chunk_of_block[cols], minlength=len(visited))
                 first = stop
-        return cls(mask, chunk_blocks, needed.reshape(chunks, blocks), visited.reshape(chunks, chunks))
-
-    @property
-    def chunks(self) -> int:
-        return len(self.visited)
+        found = np.flatnonzero(visited)
+        return cls(mask, chunk_blocks, needed.reshape(chunks, blocks), chunks, (*np.divmod(found, chunks), visited[found]))
 
     @property
     def heads(self) -> int:
@@ -65,7 +63,8 @@ class Visits:
     @cached_property
     def work(self) -> np.ndarray:
         """Returns (chunks,) float64: how many blocks the rows of a chunk visit, the sum over heads."""
-        return self.visited.sum(1)
+        row, _, blocks = self.pairs
+        return np.bincount(row, blocks, self.chunks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +126,8 @@ class Assignment(Owners):
     @cached_property
     def _visited_of_others(self) -> np.ndarray:
         """Returns (chunks,) float64: how many blocks of other ranks the rows of each chunk visit."""
-        by_rank = self.visits.visited @ np.eye(self.ranks)[self.owner]
-        return self.visits.work - by_rank[np.arange(self.visits.chunks), self.owner]
+        row, col, blocks = self.visits.pairs
+        return np.bincount(row, blocks * (self.owner[row] != self.owner[col]), self.visits.chunks)
 
     @cached_property
     def visited_of_others(self) -> np.ndarray:

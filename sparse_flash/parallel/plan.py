@@ -181,7 +181,8 @@ class ContextPlan(TokenShards):
             mask = local if select is None else resolve_select(select, q, k)
             return attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
         self._check(q, k, v)
-        build_variant(q, k, sinks=sinks)  # raises if they do not fit
+        if sinks is not None:
+            build_variant(q, k, sinks=sinks)  # raises if they do not fit
         if isinstance(local, HeadAttention):
             out, lse = local.attend([q, k, v], select, sinks, return_lse, **options)
             return out if lse is None else (out, lse)
