@@ -18,7 +18,7 @@ from .routes import Route
 
 Strategy = Literal["blocks", "heads"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "heads"
-# What a rank attends by: the exchange of blocks under strategy "blocks" on several ranks, otherwise the mask of its heads.
+# The exchange of blocks under strategy "blocks" on several ranks, otherwise the mask of the rank's heads.
 Local = BlockMask | Route
 
 
