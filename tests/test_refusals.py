@@ -14,10 +14,10 @@ import pytest
 import torch
 from calls import DEVICE, ENTRIES, one_rank
 from torch import ones, zeros
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.bias import causal_lower_right
 
 import sparse_flash as sf
-from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
+from sparse_flash.integrations import block_sparse_attn, flash_attn
 from sparse_flash.masks.spec import write_call
 
 T, V, NAN = TypeError, ValueError, float("nan")
@@ -168,7 +168,6 @@ CALLS = {
     "flash_cache": (flash_attn.flash_attn_with_kvcache, FLASH_CACHE),
     "flash_cache_softcap": (flash_attn.flash_attn_with_kvcache, FLASH_CACHE | {"softcap": 5.0}),  # which copies the cache
     "block_sparse_call": (block_sparse_attn.block_sparse_attn_func, dict.fromkeys("qkv", DOCUMENT) | TYPES | {"p_dropout": 0.0}),
-    "pytorch_call": (sdpa.scaled_dot_product_attention, {"query": Q, "key": Q, "value": Q}),
     "draw": (sf.draw, {"mask": "causal", "q_len": 128}),
     "explain": (sf.explain, {"mask": "causal", "q_len": 128}),
     "bench": (sf.bench, {"masks": "causal", "q_len": 256, "head_dim": 16, "device": "cpu", "quick": True}),
@@ -246,7 +245,6 @@ TABLES = (
     row("varlen", V, r"q must have a head_dim of at least 1; got shape \(64, 4, 0\)", q=P[..., :0]),
     row("attention", V, "must divide that of query heads; got 4 query heads and 0 key heads", k=K[:, :0], v=K[:, :0]),
     row("attention selection choose topk topk_by_query decode", V, "key heads.* 3 query heads and 2", q=Q[:, :3]),
-    row("pytorch_call", V, "enable_gqa=True", key=K, value=K),
     row("attention decode", V, r"k and v must agree in (batch, heads and tokens|all but head_dim); got", v=K[:, :, :60]),
     row("varlen", V, r"agree in tokens and heads; got \(64, 2, 16\) and \(60, 2, 16\)", v=PK[:60]),
     row("attention choose topk", V, r"agree in batch and head_dim; got \(2, 4, 64, 8\) and \(2, 2, 64, 16\)", q=Q[..., :8]),
@@ -255,7 +253,7 @@ TABLES = (
     # Numbers and back ends.
     each("attention choose decode varlen selection", V, "scale must be positive and finite; got {}", scale=(0.0, -1.0, NAN)),
     each("attention choose", T, "scale must be a number; got {type}", scale=("x", True, np.float32(0.5))),
-    each("attention layer pytorch_call", V, r"dropout_p must be in \[0, 1\); got {}", dropout_p=(-0.1, 1.0, 1.5)),
+    each("attention layer", V, r"dropout_p must be in \[0, 1\); got {}", dropout_p=(-0.1, 1.0, 1.5)),
     each("attention", T, r"dropout_p must be a number, .*; got {type}", dropout_p=(ones(()), zeros(2), "")),
     each("attention", V, "softcap must be positive and finite; got {}; None is for no cap", softcap=(0.0, float("inf"))),
     each("attention", T, "softcap must be a number, .*; got {type}", softcap=("x", True)),
@@ -615,19 +613,6 @@ TABLES = (
     row("block_sparse_call", V, "head_mask_type must be at most 1", head_mask_type=ints(1, 2)),
     row("block_sparse_call", V, r"a tensor of shape \(1, 1, 2, 2\); got \(1, 2, 2, 2\)", base_blockmask=ones(1, 2, 2, 2)),
     row("block_sparse_call", V, "a document of q has 200 tokens, more than max_seqlen_q=150", max_seqlen_q_=150, max_seqlen_k_=150),
-    # PyTorch's call.
-    row("pytorch_call", V, "must be bool", attn_mask=zeros(64, 64)),
-    row("pytorch_call", V, "both given", attn_mask=bools(64, 64), is_causal=True),
-    row("pytorch_call", V, "attn_mask='causal' aligns", query=Q[:, :, :30], is_causal=True),
-    *(row("pytorch_call", V, r"must broadcast to .* \(2, 4, 64, 64\); got " + re.escape(str(shape)), attn_mask=bools(*shape))
-      for shape in ((3, 64, 64), (64, 63), (63,), (1, 2, 4, 64, 64))),
-    *(row("pytorch_call", V, "must broadcast to", query=q, key=k, value=k, attn_mask=bools(len(q), 1, q.shape[2], k.shape[2] + 2))
-      for q, k in ((Q[:0], Q[:0]), (Q[:, :, :0], Q), (Q, Q[:, :, :0]))),
-    row("pytorch_call", V, "causal_upper_left counts .*'causal' aligns", query=Q[:, :, :30], attn_mask=causal_upper_left(30, 64)),
-    row("pytorch_call", V, "64 queries and 64 keys; got a causal bias of 30 and 64", attn_mask=causal_lower_right(30, 64)),
-    row("pytorch_call", T, "plain bool tensor.*got a Tensor of layout torch.sparse", attn_mask=bools(64, 64).to_sparse()),
-    row("pytorch_call", T, "got a nested tensor; make it dense", attn_mask=torch.nested.nested_tensor([bools(9, 9), bools(8, 8)])),
-    row("pytorch_call", T, "got a MaskedTensor", attn_mask=torch.masked.masked_tensor(bools(9, 9), bools(9, 9))),
     # Transformers.
     row("model", T, "must be a loaded model; got str", model="llama"),
     row("model", T, "model must be a PreTrainedModel, or hold one.*got Linear, which holds none", model=torch.nn.Linear(2, 2)),
