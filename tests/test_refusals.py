@@ -614,7 +614,7 @@ TABLES = (
     row("block_sparse_call", V, r"a tensor of shape \(1, 1, 2, 2\); got \(1, 2, 2, 2\)", base_blockmask=ones(1, 2, 2, 2)),
     row("block_sparse_call", V, "a document of q has 200 tokens, more than max_seqlen_q=150", max_seqlen_q_=150, max_seqlen_k_=150),
     # Transformers.
-    row("model", T, "must be a loaded model; got str", model="llama"),
+    row("model", T, "got str, which holds none; load one by from_pretrained", model="llama"),
     row("model", T, "model must be a PreTrainedModel, or hold one.*got Linear, which holds none", model=torch.nn.Linear(2, 2)),
     each("model", V, r"mask must name layers of the model, 0 to 1; got \[(7|True)", mask=({7: "causal"}, {True: "causal"})),
     row("model", T, "mask must be one for all layers; got a list of 0", mask=[]),

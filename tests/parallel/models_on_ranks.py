@@ -111,7 +111,6 @@ def refused_by_transformers() -> list[tuple[str, str]]:
     strangers = "layers [1] do not share their tokens with layer 0"
     calls = [
         ("labels cannot be used with a plan", lambda: tags(words, labels=words)),
-        ("LlamaForTokenClassification", lambda: tags(words, labels=words)),
         ("logits_to_keep cannot be used with a plan", lambda: model(words, labels=words, logits_to_keep=1)),
         ("cu_seq_lens_q cannot be used with a plan", lambda: model(words, cu_seq_lens_q=sequences)),
         ("config.output_router_logits cannot be used with a plan", lambda: use_sparse_flash(mixtral, plans)(words)),

@@ -32,9 +32,9 @@ from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
 from ..models import MaskRecord, count_causal, describe_layer, record_layers, unswitched_error
 from .attend import NAME, PREVIOUS, SETTINGS, attend_layer, shard_arguments
-from .given_masks import OWN, is_decoder, keep_in_adapters, keep_record, read_masks, saved_records, warn_of_difference
+from .given_masks import OWN, keep_in_adapters, keep_record, read_masks, saved_records, warn_of_difference
 from .given_masks import write_masks as write_masks
-from .layers import check_acts_by_token, find_self_attention, find_tower, takes_interface, unwrap_model
+from .layers import check_acts_by_token, find_self_attention, find_tower, is_decoder, takes_interface, unwrap_model
 from .model_mask import create_model_mask
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
@@ -60,7 +60,6 @@ def use_sparse_flash(
     dense_below: int | None = None,
     dense_layers: Iterable[int] | None = None,
     dense_last: int | None = None,
-    tokenwise: Iterable[type[torch.nn.Module]] = (),
 ) -> torch.nn.Module:
     """Switches a model's self-attention to ``sparse_flash.attention`` under ``mask``; returns the model.
 
@@ -74,8 +73,9 @@ def use_sparse_flash(
     Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
     returns their logits. Its loss is the sum over the rank's labels, divided by num_items_in_batch or the valid labels of all
-    ranks. Refused are models in which anything else may mix tokens, position_ids that restart within a document of the plan's mask,
-    and arguments other than tokens and labels that are on. tokenwise: classes of modules that do not mix tokens, unchecked.
+    ranks. Attention must be all that mixes tokens. Convolutions, recurrent and linear-attention layers are refused; other code of
+    the model is not read. Refused are position_ids that restart within a document of the plan's mask, and arguments other than
+    tokens and labels that are on.
     per_layer: a list with a mask for each layer; instead of mask.
     bidirectional: allows a decoder masks that look ahead. Without it, the mask of a decoder's layer must be within causal and say
     so, "causal & ...", because its tokens are trained to predict the later ones.
@@ -113,7 +113,7 @@ def use_sparse_flash(
     settings, record = read_masks(model, layers, *given, **options)
     plan = next(iter(settings.values())).plan  # all layers share its tokens
     if plan is not None:
-        check_acts_by_token(model, layers.values(), plan.q_len, tokenwise)
+        check_acts_by_token(model, layers.values(), plan.q_len)
         if precision is not None:
             raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
     if not (mask is None and per_layer is None) and not any(hasattr(layer, SETTINGS) for layer in layers.values()):

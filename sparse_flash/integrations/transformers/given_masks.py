@@ -23,7 +23,7 @@ from ...masks.parsing import parse, text_of
 from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerEntry, PerHead, short_text
 from ...patterns import causal, last_tokens
 from ..models import check_layers, depends_on_position
-from .layers import unwrap_model
+from .layers import is_decoder, unwrap_model
 from .model_mask import ModelMask
 
 OWN = "own"
@@ -186,11 +186,6 @@ def _looks_ahead(mask: Any) -> bool:
     if isinstance(mask, (Or, PerEntry)):
         return any(map(_looks_ahead, mask.operands if isinstance(mask, Or) else mask.patterns))
     return not isinstance(mask, causal)
-
-
-def is_decoder(layer: torch.nn.Module) -> bool:
-    """Whether a layer is a decoder's: under its own mask, its tokens see no later tokens."""
-    return bool(getattr(layer, "is_causal", False) and getattr(getattr(layer, "config", None), "is_causal", True))
 
 
 def _check_counts(**counts: object) -> dict[str, Any]:
