@@ -635,10 +635,9 @@ TABLES = (
     row("model_call", V, "output_attentions", output_attentions=True),
     # diffusers.
     row("video", T, "such as pipe.transformer", model=object()),
-    row("video", V, "must be one of Wan.*to_tiles", model=torch.nn.Linear(1, 1)),
+    row("video", V, "must be one of Wan.*attention processors", model=torch.nn.Linear(1, 1)),
     row("video", V, "integrations.transf",
         model=torch.nn.Sequential(type("LlamaModel", (torch.nn.Module,), {"__module__": "transformers.models"})())),
-    row("video", V, "by itself", model=type("Kandinsky5Transformer3DModel", (torch.nn.Module,), {})()),
     row("video", V, "where the layout of the video goes", spec="local(64)"),
     row("video", T, "spec must be text or a function", spec=None),
     row("video", V, "power of two", layout=(3, 3, 3)),

@@ -21,7 +21,6 @@ from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
 from ...masks.parsing import parse
 from ...masks.pattern import PerBatch, PerEntry
-from ...selection.block_selection import BlockSelection
 from ...variant.definition import with_sinks
 from .given_masks import CONFIG_KEY, LayerSettings, future_error
 from .layers import unsupported_error
@@ -62,11 +61,6 @@ class LayerCall(NamedTuple):
     softcap: float | None
     sinks: torch.Tensor | None  # (heads,)
 
-    def extras(self) -> dict[str, Any]:
-        """Returns the features that some functions below do not support, by name in errors: true if the call has one."""
-        padding, pairs = self.model_mask.key_starts is not None, self.model_mask.kept_pairs is not None
-        return {"dropout": self.dropout, "a soft cap": self.softcap, "padding": padding, "a mask of pairs": pairs}
-
     def needs_positions(self) -> bool:
         """Whether the combined mask depends on more than the distance of query and key."""
         return self.settings.needs_positions or self.model_mask.is_chunked()
@@ -105,10 +99,9 @@ def _is_traceable(settings: LayerSettings, model_mask, query, key, dropout=0.0, 
 
 def _attend_switched(
     settings: LayerSettings, module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None,
-    sliding_window=None, is_causal=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None, block_indices=None, **unknown
+    sliding_window=None, is_causal=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None, **unknown
 ) -> torch.Tensor:  # fmt: skip
-    """Returns (batch, heads, tokens, head_dim), as all functions below do. block_indices: (batch, kv_heads, tokens, n) int64, of
-    layers that choose blocks of keys."""
+    """Returns (batch, heads, tokens, head_dim), as all functions below do."""
     # An option that is off is None, or False for a switch.
     used = sorted(name for name, one in unknown.items() if one is not None and one is not False and name not in _WITHOUT_EFFECT)
     if used:
@@ -119,13 +112,11 @@ def _attend_switched(
     options = {"scale": scaling, "deterministic": settings.deterministic, "backend": settings.backend}
     call = LayerCall(settings, kept, module, model_mask, query, key, value, options, dropout, softcap, s_aux)
     if settings.plan is not None:
-        return _attend_by_plan(call, settings.plan, block_indices)
+        return _attend_by_plan(call, settings.plan)
     cu_seqlens = find_sequences(model_mask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     _check_call(call, cu_seqlens is not None)
     if not model_mask.ends_in_graph() and model_mask.key_count != model_mask.kv_length:  # a static cache
         call = call._replace(key=key[:, :, : model_mask.key_count], value=value[:, :, : model_mask.key_count])
-    if block_indices is not None:
-        return _attend_chosen_blocks(call, block_indices, cu_seqlens is not None)
     return _attend_rows(call) if cu_seqlens is None else _attend_packed(call, cu_seqlens)
 
 
@@ -237,7 +228,7 @@ def _can_decode_rows(call: LayerCall) -> bool:
 def _decode(call: LayerCall) -> torch.Tensor:
     """Attends the newest tokens to a cache."""
     model_mask, mask = call.model_mask, call.model_mask.intersect(call.kept, call.query.device)
-    starts, stops = (None, None) if isinstance(mask, BlockSelection) else (model_mask.key_starts, model_mask.key_stops)
+    starts, stops = model_mask.key_starts, model_mask.key_stops
     if stops is None and model_mask.ends_in_graph():
         stops = model_mask.key_count_tensor.to(torch.int32).expand(call.query.shape[0])
     options: dict[str, Any] = {name: call.options[name] for name in ("scale", "backend")}
@@ -253,23 +244,6 @@ def _roll_tokens(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return tensor.gather(2, token[:, None, :, None].expand_as(tensor))  # take_along_dim fixes the length of a graph to one number
 
 
-def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: bool) -> torch.Tensor:
-    """Attends each query to the blocks that it chose, its own among them, up to the query."""
-    settings, model_mask = call.settings, call.model_mask
-    unsupported = {
-        "a mask of its own (leave it out, or pass 'own' for this layer)": settings.kept is not None,
-        "packed sequences": packed,
-        "a window": bool(model_mask.limits()) or model_mask.base != "causal" or bool(model_mask.first_key_position),
-        **call.extras(),
-        f"precision={settings.precision!r}": settings.precision,
-    }
-    if used := [name for name, used in unsupported.items() if used]:
-        raise unsupported_error(call.module, f"chooses blocks of keys beside {used[0]}")
-    size, q_len, kv_len = call.module.config.index_block_size, call.query.shape[2], call.key.shape[2]
-    picked = BlockSelection.from_picks(block_indices, size, q_len=q_len, kv_len=kv_len, own=False, check=False)
-    return _attend_rows(call._replace(kept=picked))
-
-
 def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """Attends each packed sequence as if it were alone, under the model's window too."""
     settings, (batch, _, tokens, _) = call.settings, call.query.shape
@@ -280,7 +254,11 @@ def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
         )
     kept, model_mask = call.kept, call.model_mask
     by_entry = isinstance(kept, PerEntry) or (isinstance(kept, str) and kept.startswith(("per_head(", "per_batch(")))
-    of_varlen = call.extras() | {
+    of_varlen = {
+        "dropout": call.dropout,
+        "a soft cap": call.softcap,
+        "padding": model_mask.key_starts is not None,
+        "a mask of pairs": model_mask.kept_pairs is not None,
         "a BlockMask, which is of one length,": isinstance(kept, BlockMask),
         "a pattern for each head or sequence": by_entry,
         "a cache": tokens != call.key.shape[2] or model_mask.first_key_position or model_mask.key_count_tensor is not None,
@@ -314,14 +292,13 @@ def _attend_documents(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor
     return _attend_runs(call, runs)
 
 
-def _attend_by_plan(call: LayerCall, plan: SharedSequence, block_indices: torch.Tensor | None) -> torch.Tensor:
+def _attend_by_plan(call: LayerCall, plan: SharedSequence) -> torch.Tensor:
     """Attends by a plan, under its own mask. Raises ValueError for what it does not support, and for restrictions of the model."""
     model_mask = call.model_mask
     unsupported = {
         "a soft cap": bool(call.softcap),
         "a mask that is no pattern, or a config.attention_chunk_size shorter than the sequence": model_mask.kept_pairs is not None,
         "padding": model_mask.key_starts is not None,
-        "a choice of blocks": block_indices is not None,
     }
     if used := [name for name, used in unsupported.items() if used]:
         raise ValueError(f"{', '.join(used)} cannot be used with a plan; call use_sparse_flash with a mask for that")
