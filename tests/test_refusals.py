@@ -599,7 +599,6 @@ TABLES = (
     alike(CAPPED, V, "k, v and cache_seqlens go together", None, "k", "cache_seqlens"),
     each(CAPPED, V, r"v must .* \(batch=2, seqlen_new=1, .*v_head_dim=16\); got", v=(ones(2, 4, 2, 16), ones(2, 1, 2, 15))),
     row(CAPPED, V, "rotate q and k before", rotary_cos=ones(8, 4), rotary_sin=ones(8, 4)),
-    row(CAPPED, V, "pass one of them", cache_batch_idx=ints(0, 0), block_table=ints([0], [0])),
     row(CAPPED, V, "torch.no_grad", q=learned(F[:, :1])),
     row(PACKS, V, "7 tokens, more than max_seqlen_q=6", max_seqlen_q=6, max_seqlen_k=6),
     row(PACKS, V, "cu_seqlens_k must start with 0, not decrease, and end with at most the 12 tokens", cu_seqlens_k=ints(0, 5, 20)),

@@ -188,16 +188,15 @@ def _switch(model, part, layers) -> None:
     chosen = set(map(id, layers))
     others = [(one, _implementation(one)) for one in model.modules() if takes_interface(one) and id(one) not in chosen]
     switched.set_attn_implementation(NAME)
-    unswitched = next((layer for layer in layers if _implementation(layer) != NAME), None)
     left = [(module, was) for module, was in others if _implementation(module) == NAME != was]
+    way_out = "cannot be switched to another attention implementation; call sparse_flash.attention in its code instead"
+    wrong = [(layer, way_out) for layer in layers if _implementation(layer) != NAME]
     # The name in the config also selects FlashAttention's kernels.
-    stuck = next((module for module, was in left if "flash" in (was or "flash")), None)
-    if unswitched is not None or stuck is not None:
+    way_out = f"keeps {before!r}, which cannot run beside {NAME!r}; call model.set_attn_implementation('sdpa') first"
+    wrong += [(module, way_out) for module, was in left if "flash" in (was or "flash")]
+    if wrong:
         switched.set_attn_implementation(before)
-        why = f"keeps {before!r}, which cannot run beside {NAME!r}; call model.set_attn_implementation('sdpa') first"
-        if unswitched is not None:
-            why = "cannot be switched to another attention implementation; call sparse_flash.attention in its code instead"
-        raise ValueError(f"{type(stuck if unswitched is None else unswitched).__name__} of {type(model).__name__} {why}")
+        raise ValueError(f"{type(wrong[0][0]).__name__} of {type(model).__name__} {wrong[0][1]}")
     for module, was in left:
         setattr(module, PREVIOUS, was)
 

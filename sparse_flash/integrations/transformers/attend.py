@@ -303,10 +303,9 @@ def _attend_by_plan(call: LayerCall, plan: SharedSequence) -> torch.Tensor:
     if used := [name for name, used in unsupported.items() if used]:
         raise ValueError(f"{', '.join(used)} cannot be used with a plan; call use_sparse_flash with a mask for that")
     if limits := model_mask.changed(kv_length=plan.q_len).limits():
-        setting = "sliding_window to None" if limits[0].startswith("local(") else f"attention_chunk_size to {plan.q_len}"
         raise ValueError(
             f"the layer's own mask is {' & '.join(limits)}, and a plan cannot be joined with it; make it part of the layer's mask "
-            f"in the plan, and set the model's config.{setting}"
+            "in the plan, and raise the model's config.sliding_window or attention_chunk_size to the sequence's length"
         )
     return plan.attention(call.query, call.key, call.value, dropout_p=call.dropout, sinks=call.sinks, **call.options)
 
