@@ -92,13 +92,6 @@ def refusal(device: torch.device, e4m3: bool = False) -> str | None:
     return None
 
 
-def provenance(chip: Gpu) -> str:
-    """In words: where a chip's tile sizes come from."""
-    if chip == HOPPER:
-        return "measured on an H200, torch 2.11, triton 3.6, 2026-11-20"
-    return f"by a rule, for {chip.shared // 1024} KiB of shared memory; not measured on such a chip (SPARSE_FLASH_AUTOTUNE=1 does)"
-
-
 @cached_until_cleared
 def builtin_config(
     chip: Gpu, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
