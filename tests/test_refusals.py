@@ -433,7 +433,6 @@ TABLES = (
     row("attention", T, "selection of packed documents goes to attention_varlen", mask=PACKED),
     row(of_heads, T, "got BlockSelection; a selection by query goes to attention, or as", masks=[SELECTION]),
     row("layer", T, "got BlockSelection; a selection by query goes to attention, or as select=", mask=SELECTION),
-    row(sf.explain, V, "a multiple of the 2 heads that pick; got 3; pass all query heads", mask=SELECTION, heads=3),
     # Choosers.
     row("choose", V, "spec must have a chooser, such as .*; got causal; compile_mask takes patterns", spec="causal"),
     each("choose", T, "spec must be an expression with choosers, .*; got {type}", spec=(None, compiled("causal", 64))),
@@ -508,7 +507,7 @@ TABLES = (
     *(row(combine, V, r"over one layout to combine.*; got video_layout\(.* and video_layout\(") for combine in (
         lambda: ~TILES | RADIAL, lambda: TILES & "local(3)" & RADIAL, lambda: sf.per_head([TILES, RADIAL]))),
     row(lambda: HEADS.token_rule(0, 0), V, "has several token rules"),
-    row(sf.draw, V, r"shows one mask; got 2; draw them one by one, as mask.select\(head, batch\)", mask=compiled(BATCH, 70)),
+    row(sf.draw, V, r"must be one; got 2; take them one by one, as mask.select\(head, batch\)", mask=compiled(BATCH, 70)),
     row(lambda: sf.bench(BATCH, q_len=64), V, "the benchmark's mask must be that of all sequences"),
     # Patterns, their text and their functions.
     *(row(use, T, r"combine patterns with & \| ~ instead of and, or, not", p=pattern)
@@ -555,11 +554,9 @@ TABLES = (
     row("context_parallel", V, r"plan.attention does not support softcap; it takes select, scale", softcap=1.0),
     row("draw", V, r"must be a \.png or \.svg file; got .*gif", path="mask.gif"),
     row("draw", T, "name of a picture to write; got 4096; lengths are q_len= and kv_len=", path=4096),
-    row("draw", V, "level must be one of auto, tokens, blocks, visited; got 'pairs'", level="pairs"),
+    row("draw", V, "level must be one of auto, tokens, blocks; got 'pairs'", level="pairs"),
     row("draw explain", V, "must come with a pattern to compile; got a mask of 64 x 64 tokens; leave", mask=compiled("causal", 64)),
     each("explain bench", V, "heads must be an integer of at least 1; got {}", heads=(0, 4.5)),
-    *(row("draw explain", V, "the device meta has no contents to look at; make it on another, such as cpu", mask=mask, q_len=None)
-      for mask in (compiled("causal", 64).to("meta"), SELECTION.to("meta"))),
     row("draw explain", V, "one head or sequence; got 2 different ones; pass one, such as 'causal'$", mask=HEADS),
     row("explain bench", T, "dtype must be a torch.dtype, such as torch.bfloat16; got 'bf16'", dtype="bf16"),
     # The benchmark: mistakes are said before anything is measured.
