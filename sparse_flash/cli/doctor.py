@@ -8,6 +8,7 @@ import shutil
 import sysconfig
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -76,7 +77,8 @@ def _back_ends(cuda: bool) -> Table:
 
     from sparse_flash import backends
 
-    sizes = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 4096, "kv_len": 4096, "head_dim": 128, "block_size": 128}
+    sizes: dict[str, Any] = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 4096, "kv_len": 4096}
+    sizes |= {"head_dim": 128, "block_size": 128}
     calls = {"float32 on the CPU": backends.Call(torch.device("cpu"), torch.float32, **sizes)}
     if cuda:
         calls["bfloat16 on the GPU"] = backends.Call(torch.device("cuda"), torch.bfloat16, **sizes)

@@ -86,7 +86,6 @@ def gallery(
     from sparse_flash.tools import draw
 
     with user_errors():
-        draw.check_path(out)
         draw.gallery([draw.draw(spec, q_len=q_len, block_size=block_size) for spec in specs or _GALLERY], out)
     output_console().print(f"wrote {out}", markup=False, soft_wrap=True)
 

@@ -4,6 +4,7 @@ requests and ``sparse_flash.attention`` computes."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -183,7 +184,7 @@ def _attend(call: LayerCall, **lengths: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, attention(call.query, call.key, call.value, mask, precision=precision, **options))
 
 
-def _attend_runs(call: LayerCall, runs: list[tuple[int, ...]]) -> torch.Tensor:
+def _attend_runs(call: LayerCall, runs: Sequence[tuple[int, ...]]) -> torch.Tensor:
     """Attends runs of tokens one by one, so their positions and blocks start with their sequences. Other tokens get 0. runs: in
     order, (row, first query, end of queries, first key, end of keys, position of the first key in its sequence)."""
     if isinstance(call.kept, BlockMask):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -75,12 +74,8 @@ def _is_cross_attention(name: str, module: nn.Module) -> bool:
 
 def takes_interface(module: nn.Module) -> bool:
     """Whether a module calls attention through Transformers' attention interface."""
-    return _names_interface(type(module))
-
-
-@cache
-def _names_interface(kind: type[nn.Module]) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ())
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
 
 
 def check_acts_by_token(model: PreTrainedModel, switched: Iterable[nn.Module], q_len: int) -> None:
