@@ -109,7 +109,7 @@ def test_a_printed_model_shows_the_mask_of_each_layer_as_long_as_it_runs():
     assert str(model) == before
 
 
-# What patterns cannot say.
+# Masks that are not patterns.
 
 
 def test_a_mask_function_without_code_of_its_own_is_kept_pair_by_pair():

@@ -106,13 +106,14 @@ def refused_by_transformers() -> list[tuple[str, str]]:
     window = transformers.MistralForCausalLM(window)
     model = use_sparse_flash(transformers.LlamaForCausalLM(config()), plans)
     tags = use_sparse_flash(transformers.LlamaForTokenClassification(config()), plans)
-    chunked = causal_model("llama4_text", attention_chunk_size=100)
+    mixtral, chunked = causal_model("mixtral", output_router_logits=True), causal_model("llama4_text", attention_chunk_size=100)
     restarted = torch.cat([torch.arange(130), torch.arange(TOKENS - 130)])[None]
     strangers = "layers [1] do not share their tokens with layer 0"
     calls = [
         ("labels cannot be used with a plan", lambda: tags(words, labels=words)),
         ("logits_to_keep cannot be used with a plan", lambda: model(words, labels=words, logits_to_keep=1)),
         ("cu_seq_lens_q cannot be used with a plan", lambda: model(words, cu_seq_lens_q=sequences)),
+        ("config.output_router_logits cannot be used with a plan", lambda: use_sparse_flash(mixtral, plans)(words)),
         ("past_key_values cannot be used with a plan", lambda: model(words, past_key_values=transformers.DynamicCache())),
         ("attention_chunk_size", lambda: use_sparse_flash(chunked, plans)(words)),
         (

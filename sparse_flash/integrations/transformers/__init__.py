@@ -192,7 +192,7 @@ def _switch(model, part, layers) -> None:
     way_out = "cannot be switched to another attention implementation; call sparse_flash.attention in its code instead"
     wrong = [(layer, way_out) for layer in layers if _implementation(layer) != NAME]
     # The name in the config also selects FlashAttention's kernels.
-    way_out = f"keeps {before!r}, which cannot run beside {NAME!r}; call model.set_attn_implementation('sdpa') first"
+    way_out = f"keeps {before!r}, which cannot run with {NAME!r}; call model.set_attn_implementation('sdpa') first"
     wrong += [(module, way_out) for module, was in left if "flash" in (was or "flash")]
     if wrong:
         switched.set_attn_implementation(before)

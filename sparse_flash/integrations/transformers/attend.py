@@ -298,7 +298,7 @@ def _attend_by_plan(call: LayerCall, plan: SharedSequence) -> torch.Tensor:
     model_mask = call.model_mask
     unsupported = {
         "a soft cap": bool(call.softcap),
-        "a mask that is no pattern, or a config.attention_chunk_size shorter than the sequence": model_mask.kept_pairs is not None,
+        "a mask of pairs, or a config.attention_chunk_size shorter than the sequence": model_mask.kept_pairs is not None,
         "padding": model_mask.key_starts is not None,
     }
     if used := [name for name, used in unsupported.items() if used]:
@@ -346,6 +346,8 @@ def shard_arguments(
     refused = [
         name for name, value in given.items() if name not in _OF_TOKENS | _SHARED and not (isinstance(value, int) and value == 0)
     ]
+    if "output_router_logits" not in given and getattr(module.config, "output_router_logits", False):
+        refused.append("config.output_router_logits")
     if refused:  # as they are on, and mean something else to a rank's tokens than to all
         raise ValueError(
             f"{', '.join(refused)} cannot be used with a plan, as a rank has some of the tokens only; leave it out or set it to "

@@ -73,9 +73,9 @@ def _is_cross_attention(name: str, module: nn.Module) -> bool:
 
 
 def takes_interface(module: nn.Module) -> bool:
-    """Whether a module calls attention through Transformers' attention interface."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
+    """Whether a module, or a class that it derives from, calls attention through Transformers' attention interface."""
+    functions = [inspect.unwrap(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
+    return any("ALL_ATTENTION_FUNCTIONS" in getattr(getattr(one, "__code__", None), "co_names", ()) for one in functions)
 
 
 def check_acts_by_token(model: PreTrainedModel, switched: Iterable[nn.Module], q_len: int) -> None:
