@@ -46,29 +46,32 @@ def attention(
     """Computes softmax(scale * q k^T) v over the pairs that the mask keeps, at a cost proportional to the kept blocks. Lengths,
     score modifications, sinks and dropout are optional.
 
-    q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads (grouped-query attention). v:
-    (batch, kv_heads, kv_len, v_head_dim); v_head_dim may differ from head_dim. All share one dtype and device. Any strides; a
-    contiguous last dimension avoids a copy. mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; a
-    FlexAttention BlockMask, read on first use and when data that its function reads change; None for dense attention; or a
-    BlockSelection, blocks of keys that each query picked. (Within torch.compile: spec text, and Patterns and BlockMasks created
-    outside the compiled function. Patterns with text may also be created inside, except by ``~``, and recompile for each value of
-    their numbers. PyTorch before 2.13 accepts no Pattern there. One graph serves all lengths under spec text or a pattern with
-    text, choosers included. A pattern without text recompiles for each length, a BlockMask for each pair of lengths.) scale:
-    positive; 1 / sqrt(head_dim) by default.
+    q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads (grouped-query attention).
+    v: (batch, kv_heads, kv_len, v_head_dim); v_head_dim may differ from head_dim. All share one dtype and device. Any strides; a
+    contiguous last dimension avoids a copy.
+    mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; a FlexAttention BlockMask, read on first
+    use and when data that its function reads change; None for dense attention; or a BlockSelection, blocks of keys that each query
+    picked. (Within torch.compile: spec text, and Patterns and BlockMasks created outside the compiled function. Patterns with text
+    may also be created inside, except by ``~``, and recompile for each value of their numbers. PyTorch before 2.13 accepts no
+    Pattern there. One graph serves all lengths under spec text or a pattern with text, choosers included. A pattern without text
+    recompiles for each length, a BlockMask for each pair of lengths.)
+    scale: positive; 1 / sqrt(head_dim) by default.
 
-    Which tokens exist (padded batches); each is (batch,) int32 or int64 on q's device, read without host synchronization: kv_lens,
-    q_lens: tokens at or past these positions do not exist. kv_starts, q_starts: tokens before these positions do not exist. A query
-    that does not exist has out 0, lse -inf and no gradient. Blocks without existing tokens are skipped. Positions stay as in the
-    padded lengths, so ``last_tokens`` with q_lens or kv_lens raises ValueError. A length past the tokens means all tokens, a
-    negative start 0. A negative length or a start past the tokens raises ValueError on a CPU; on a GPU, where values are not read,
-    no token exists.
+    Which tokens exist (padded batches); each is (batch,) int32 or int64 on q's device, read without host synchronization:
+    kv_lens, q_lens: tokens at or past these positions do not exist. kv_starts, q_starts: tokens before these positions do not
+    exist. A query that does not exist has out 0, lse -inf and no gradient. Blocks without existing tokens are skipped. Positions
+    stay as in the padded lengths, so ``last_tokens`` with q_lens or kv_lens raises ValueError. A length past the tokens means all
+    tokens, a negative start 0. A negative length or a start past the tokens raises ValueError on a CPU; on a GPU, where values are
+    not read, no token exists.
 
-    Score modifications, applied in this order after scale; query i has position i + kv_len - q_len, key j position j: softcap:
-    positive; score becomes softcap * tanh(score / softcap). alibi_slopes: (heads,) or (batch, heads): adds -slope * |q_pos -
-    k_pos|. (arXiv:2108.12409.) rel_bias: (heads, 2 * max_distance + 1): adds rel_bias[head, d + max_distance], where d is k_pos -
-    q_pos clamped to -max_distance .. max_distance. Differentiable. (arXiv:1910.10683.) score_mod, score_params: a ``ScoreFunction``
-    and the tensors that it reads, which get no gradient. sinks: (heads,), a logit per head that is added to each query's softmax
-    and takes a share of its weight; lse includes it; -inf is no sink. Differentiable. (arXiv:2309.17453; logits as in gpt-oss.)
+    Score modifications, applied in this order after scale; query i has position i + kv_len - q_len, key j position j:
+    softcap: positive; score becomes softcap * tanh(score / softcap).
+    alibi_slopes: (heads,) or (batch, heads): adds -slope * |q_pos - k_pos|. (arXiv:2108.12409.)
+    rel_bias: (heads, 2 * max_distance + 1): adds rel_bias[head, d + max_distance], where d is k_pos - q_pos clamped to
+    -max_distance .. max_distance. Differentiable. (arXiv:1910.10683.)
+    score_mod, score_params: a ``ScoreFunction`` and the tensors that it reads, which get no gradient.
+    sinks: (heads,), a logit per head that is added to each query's softmax and takes a share of its weight; lse includes it; -inf
+    is no sink. Differentiable. (arXiv:2309.17453; logits as in gpt-oss.)
 
     dropout_p: the share of softmax weights set to 0; the others are divided by 1 - dropout_p. lse does not change. In [0, 1),
     rounded to a multiple of 2^-16: 2^-17 or less is no dropout, the maximum is 1 - 2^-16. Seeded by PyTorch's generator:

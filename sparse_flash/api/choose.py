@@ -38,12 +38,14 @@ def choose_blocks(
     spec: ``within & (chooser | always)``, a Pattern or its spec text. There may be several choosers and ``always``, joined by
     ``|``; each chooser adds the blocks that it keeps. Only pairs of ``within`` are kept. Blocks in which ``always`` keeps a pair,
     and the blocks at the positions of a row's queries, are always kept. Or ``per_head([...])`` of such expressions with one
-    ``within``, in which an expression without chooser keeps its blocks. q: (batch, heads, q_len, head_dim). k: (batch, kv_heads,
-    kv_len, head_dim), kv_heads dividing heads. With fewer queries than keys, the last query is aligned with the last key. scale: of
-    the logits; 1 / sqrt(head_dim) by default. kv_lens, q_lens, kv_starts, q_starts: which tokens exist, as for ``attention``; pass
-    the same to both. Nonexistent tokens do not influence the choice; blocks without existing tokens are kept only if all blocks
-    are. scores: for the chooser ``scored``, (batch, heads, q_blocks, kv_blocks), floating-point. report: return (mask,
-    ``ChoiceReport``), which says what the choice loses here compared with attention under ``within``:
+    ``within``, in which an expression without chooser keeps its blocks.
+    q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. With fewer queries than
+    keys, the last query is aligned with the last key.
+    scale: of the logits; 1 / sqrt(head_dim) by default.
+    kv_lens, q_lens, kv_starts, q_starts: which tokens exist, as for ``attention``; pass the same to both. Nonexistent tokens do not
+    influence the choice; blocks without existing tokens are kept only if all blocks are.
+    scores: for the chooser ``scored``, (batch, heads, q_blocks, kv_blocks), floating-point.
+    report: return (mask, ``ChoiceReport``), which says what the choice loses here compared with attention under ``within``:
 
         mask, report = sf.choose_blocks(spec, q, k, v=v, report=True)
         print(report)  # density, recall and error: the mean over heads, and the worst head

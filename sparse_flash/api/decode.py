@@ -48,25 +48,30 @@ def attention_decode(
     """Computes attention of the last tokens of each sequence to all its tokens in a cache; forward only.
 
     q: (batch, heads, q_len, head_dim), q_len up to 64: the queries of the last q_len tokens of each sequence, whose keys and values
-    are already in the cache. k, v: the cache, (batch, kv_heads, capacity, head_dim); kv_heads divides heads. With ``block_table``
-    in pages, (pages, kv_heads, page_size, head_dim), page_size a power of two. v may have another head_dim, which is also out's.
-    Pass a cache in the order of vLLM and FlashAttention, (pages, page_size, kv_heads, head_dim), as ``k.transpose(1, 2)``. Any
-    strides; a contiguous last dimension avoids a copy. kv_lens: (batch,) int32 or int64 on the device of q, the token count of each
-    sequence; None: the capacity. A length past the capacity counts as the capacity, a negative length as 0; on a CPU a negative
-    length raises ValueError. Cache contents past a length are never used, and may be NaN. kv_starts: (batch,) int32 or int64 on the
-    device of q, the index of each sequence's first token in a left-padded cache without pages; None, or negative: 0. Positions
-    count from there, kv_lens from the cache's first token. block_table: (batch, pages of a sequence) int32 or int64 on the device
-    of q: token t of sequence b is in page ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a
-    sequence; entries past a length are not read. k_scale, v_scale: given if and only if k and v are of torch.float8_e4m3fn: a
-    stored number times its scale is the key or the value. float32 on the device of q, of shape (batch, kv_heads), or with pages
-    (pages, kv_heads); with the cache's third dimension as well, each token has a scale. Sizes of 1 broadcast. Products are in
-    float32 if q is, otherwise in float16, which holds e4m3 exactly. mask: a Pattern or its spec text, which must fit a sequence of
-    the capacity if kv_lens is None, and on a CPU the lengths in kv_lens; None for dense attention, in which all queries see all
-    keys; a BlockMask, square and covering the capacity; or a BlockSelection without ``always``, the blocks of the cache that these
-    queries picked, if kv_starts is None. Query i has position ``kv_lens[b] - kv_starts[b] - q_len + i``; a key's position is its
-    index in the sequence. A query at a negative position keeps nothing. scale: positive; 1 / sqrt(head_dim) by default. return_lse:
-    also return lse, as in ``attention``. backend: as for ``attention``; "hopper" and "triton" share one kernel here. Under a
-    BlockSelection, they and "torch" read only the picked blocks, so attention costs the same as the cache grows.
+    are already in the cache.
+    k, v: the cache, (batch, kv_heads, capacity, head_dim); kv_heads divides heads. With ``block_table`` in pages, (pages, kv_heads,
+    page_size, head_dim), page_size a power of two. v may have another head_dim, which is also out's. Pass a cache in the order of
+    vLLM and FlashAttention, (pages, page_size, kv_heads, head_dim), as ``k.transpose(1, 2)``. Any strides; a contiguous last
+    dimension avoids a copy.
+    kv_lens: (batch,) int32 or int64 on the device of q, the token count of each sequence; None: the capacity. A length past the
+    capacity counts as the capacity, a negative length as 0; on a CPU a negative length raises ValueError. Cache contents past a
+    length are never used, and may be NaN.
+    kv_starts: (batch,) int32 or int64 on the device of q, the index of each sequence's first token in a left-padded cache without
+    pages; None, or negative: 0. Positions count from there, kv_lens from the cache's first token.
+    block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
+    ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not read.
+    k_scale, v_scale: given if and only if k and v are of torch.float8_e4m3fn: a stored number times its scale is the key or the
+    value. float32 on the device of q, of shape (batch, kv_heads), or with pages (pages, kv_heads); with the cache's third dimension
+    as well, each token has a scale. Sizes of 1 broadcast. Products are in float32 if q is, otherwise in float16, which holds e4m3
+    exactly.
+    mask: a Pattern or its spec text, which must fit a sequence of the capacity if kv_lens is None, and on a CPU the lengths in
+    kv_lens; None for dense attention, in which all queries see all keys; a BlockMask, square and covering the capacity; or a
+    BlockSelection without ``always``, the blocks of the cache that these queries picked, if kv_starts is None. Query i has position
+    ``kv_lens[b] - kv_starts[b] - q_len + i``; a key's position is its index in the sequence. A query at a negative position keeps
+    nothing.
+    scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, as in ``attention``.
+    backend: as for ``attention``; "hopper" and "triton" share one kernel here. Under a BlockSelection, they and "torch" read only
+    the picked blocks, so attention costs the same as the cache grows.
 
     Returns out, like q but with v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. The batch, the
     queries and the cache may be empty. Raises ValueError for arguments that do not fit together and for tensors that require a

@@ -38,19 +38,21 @@ Select: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection]
 class SparseAttention(nn.Module):
     """Multi-head self-attention under a mask: projections, rotary positions, grouped-query heads, ``attention``.
 
-    dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default. head_dim: dim //
-    heads by default; even if positions are rotary. v_head_dim: of the values; head_dim by default. mask: a Pattern or its spec
-    text, compiled and cached for each length; a BlockMask for one length, which moves with the layer, and which with a cache must
-    be square and cover the cache; None for dense attention. Causal by default; other patterns must include causality, as in "causal
-    & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a ``ContextPlan``, for one sequence over several
-    ranks: x then holds the rank's tokens, at the plan's positions. select: instead of a mask, the arguments of ``topk_blocks`` by
-    which queries choose their blocks in each forward pass: ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by
-    default. Or a function of (q, k), queries and keys by head, after rotation, that returns a BlockSelection. With a cache, each
-    new query chooses among all keys (every=1), so tokens see the same blocks one by one as all at once. Each choice reads all keys;
-    the attention of up to 64 tokens under a selection without ``always`` reads only the picked blocks. With a ``ContextPlan`` of
-    strategy "heads" as mask, each rank chooses for its heads. rotary_base: the base of rotary position embedding, which pairs
-    elements half of head_dim apart; None for no positions. bias: of the four projections. dropout_p: as for ``attention``, in
-    training mode only; not with select or a cache. backend, deterministic: as for ``attention``.
+    dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default.
+    head_dim: dim // heads by default; even if positions are rotary. v_head_dim: of the values; head_dim by default.
+    mask: a Pattern or its spec text, compiled and cached for each length; a BlockMask for one length, which moves with the layer,
+    and which with a cache must be square and cover the cache; None for dense attention. Causal by default; other patterns must
+    include causality, as in "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a ``ContextPlan``,
+    for one sequence over several ranks: x then holds the rank's tokens, at the plan's positions.
+    select: instead of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
+    ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
+    head, after rotation, that returns a BlockSelection. With a cache, each new query chooses among all keys (every=1), so tokens
+    see the same blocks one by one as all at once. Each choice reads all keys; the attention of up to 64 tokens under a selection
+    without ``always`` reads only the picked blocks. With a ``ContextPlan`` of strategy "heads" as mask, each rank chooses for its
+    heads.
+    rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
+    bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
+    deterministic: as for ``attention``.
 
     Parameters: q_proj, k_proj, v_proj, out_proj, each an nn.Linear. Buffer: mask_spec, uint8, the mask's spec text, so that
     checkpoints hold the mask; "full" for dense attention; None with select, and for a mask without text: a function, a BlockMask, a

@@ -62,21 +62,25 @@ def topk_blocks(
     query, and what a query sees does not depend on later tokens.
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. As for ``attention``, the
-    last query is aligned with the last key. keep: how many blocks; with every=None also a float in (0, 1], the share of the row's
-    blocks that ``within`` keeps, rounded up. every: None, or how many queries share a choice, 1 to 128, counted from the first
-    query. block_size: keys of a block, and queries with every=None: a power of two in 16..256; of a selection also 512. within:
-    with every=None, the pairs that may be kept: causal by default, None for all; a Pattern, its spec text or a BlockMask of one
-    mask, with these lengths and this block size. always: pairs to keep in any case, e.g. "sinks(4) | local(256)"; same types as
-    ``within``. share_group: choose once for the query heads that share keys, by the mean of their scores. score: of a selection:
-    "mean", products of queries with mean keys; "max", a query's largest product with a key of the block; or "softmax", the weight
-    that attention to compressed keys gives to the block's tokens, at scale 1 / sqrt(head_dim), summed over the query heads that
-    share a choice. k is then (batch, kv_heads, n, head_dim), the compressed keys, and kv_len the number of tokens behind them,
-    q_len by default. compression: of compressed keys, (length, stride), by default the block size for both; stride divides length
-    and block_size. Key i is made of the tokens from i * stride to i * stride + length - 1, and exists only if all of these do. A
-    query reads the keys without later tokens. A key with tokens in several blocks counts for each block by its strides there. lse:
-    (batch, heads, q_len), natural, of q's attention to these compressed keys; computed if None. scores: instead of q and k, the
-    scores of an indexer: (batch, kv_heads | heads, ceil(q_len / every), blocks of keys), floating-point; -inf and NaN are never
-    chosen. every is then 1 by default. q_len, kv_len: of such a selection, in tokens: groups x every and q_len by default.
+    last query is aligned with the last key.
+    keep: how many blocks; with every=None also a float in (0, 1], the share of the row's blocks that ``within`` keeps, rounded up.
+    every: None, or how many queries share a choice, 1 to 128, counted from the first query.
+    block_size: keys of a block, and queries with every=None: a power of two in 16..256; of a selection also 512.
+    within: with every=None, the pairs that may be kept: causal by default, None for all; a Pattern, its spec text or a BlockMask of
+    one mask, with these lengths and this block size.
+    always: pairs to keep in any case, e.g. "sinks(4) | local(256)"; same types as ``within``.
+    share_group: choose once for the query heads that share keys, by the mean of their scores.
+    score: of a selection: "mean", products of queries with mean keys; "max", a query's largest product with a key of the block; or
+    "softmax", the weight that attention to compressed keys gives to the block's tokens, at scale 1 / sqrt(head_dim), summed over
+    the query heads that share a choice. k is then (batch, kv_heads, n, head_dim), the compressed keys, and kv_len the number of
+    tokens behind them, q_len by default.
+    compression: of compressed keys, (length, stride), by default the block size for both; stride divides length and block_size. Key
+    i is made of the tokens from i * stride to i * stride + length - 1, and exists only if all of these do. A query reads the keys
+    without later tokens. A key with tokens in several blocks counts for each block by its strides there.
+    lse: (batch, heads, q_len), natural, of q's attention to these compressed keys; computed if None.
+    scores: instead of q and k, the scores of an indexer: (batch, kv_heads | heads, ceil(q_len / every), blocks of keys),
+    floating-point; -inf and NaN are never chosen. every is then 1 by default. q_len, kv_len: of such a selection, in tokens: groups
+    x every and q_len by default.
     cu_seqlens_q, max_seqlen_q: of packed documents, as for ``attention_varlen``; keys share the documents of the queries. q and k
     are then (tokens, heads or kv_heads, head_dim), and scores (kv_heads | heads, tokens, blocks of max_seqlen_q keys). every is 1.
     always is a Pattern or its spec text, in blocks of up to 128 keys. Each document chooses as if by itself: its blocks begin at

@@ -51,18 +51,21 @@ def attention_varlen(
     """``attention`` within each of several packed documents, each under the mask for its length.
 
     q: (tokens, heads, head_dim). k: (tokens_k, kv_heads, head_dim); kv_heads divides heads. v: (tokens_k, kv_heads, v_head_dim);
-    v_head_dim may differ from head_dim. All share one dtype and device. cu_seqlens_q: (documents + 1,) int32 or int64 on q's
-    device: the start of each document, from 0, and the end of the last. Tokens past that end belong to no document, and have no
-    effect as long as they, their products and their incoming gradients are finite. cu_seqlens_k: the same for k and v; None:
-    cu_seqlens_q. If a document's numbers of queries and keys differ, its last query has the position of its last key. mask: a
-    Pattern or its spec text, made of position-based rules, the same for all heads; if it names a number of tokens, it must fit
-    every document, which is checked only on a CPU; None for all pairs within a document; or the PackedSelection of ``topk_blocks``
-    for these documents, whose queries and keys belong to the same tokens. max_seqlen_q, max_seqlen_k: upper bounds on document
-    lengths; the token counts by default. They bound the table, which is compiled once for each power of two of 128-token blocks,
-    and the memory of the table derived from it. The derived table is cached while the tensors of cu_seqlens live and PyTorch does
-    not change them; after other writes to them, call ``torch.autograd.graph.increment_version``. scale, return_lse, deterministic,
-    backend: as for ``attention``, and so is autocast. return_block_lse: of a PackedSelection, also return last, for each block that
-    a token picked, the lse of its scores in it: (heads, tokens, picks), in the order of its picks.
+    v_head_dim may differ from head_dim. All share one dtype and device.
+    cu_seqlens_q: (documents + 1,) int32 or int64 on q's device: the start of each document, from 0, and the end of the last. Tokens
+    past that end belong to no document, and have no effect as long as they, their products and their incoming gradients are finite.
+    cu_seqlens_k: the same for k and v; None: cu_seqlens_q. If a document's numbers of queries and keys differ, its last query has
+    the position of its last key.
+    mask: a Pattern or its spec text, made of position-based rules, the same for all heads; if it names a number of tokens, it must
+    fit every document, which is checked only on a CPU; None for all pairs within a document; or the PackedSelection of
+    ``topk_blocks`` for these documents, whose queries and keys belong to the same tokens.
+    max_seqlen_q, max_seqlen_k: upper bounds on document lengths; the token counts by default. They bound the table, which is
+    compiled once for each power of two of 128-token blocks, and the memory of the table derived from it. The derived table is
+    cached while the tensors of cu_seqlens live and PyTorch does not change them; after other writes to them, call
+    ``torch.autograd.graph.increment_version``.
+    scale, return_lse, deterministic, backend: as for ``attention``, and so is autocast.
+    return_block_lse: of a PackedSelection, also return last, for each block that a token picked, the lse of its scores in it:
+    (heads, tokens, picks), in the order of its picks.
 
     Returns out, (tokens, heads, v_head_dim), or (out, lse) with lse (heads, tokens), as in ``attention``. Both are differentiable
     in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient. Tensors may have 0
@@ -132,7 +135,8 @@ def _prepare(
     run: Callable[[Callable[[], Any]], Any],
 ) -> tuple[AttentionCall, Packed | None]:
     """Checks a call and makes its table. Returns the call without tensors, and the documents to move, or None if they stay in
-    place. run: see ``kept_of_documents``."""
+    place.
+    run: see ``kept_of_documents``."""
     check_packed(q, k, v)
     same = cu_seqlens_k is None or (len(k) == len(q) and _has_same_documents(cu_seqlens_q, cu_seqlens_k))
     if same and len(k) != len(q):

@@ -23,8 +23,8 @@ def cache_capacity(k: torch.Tensor, block_table: torch.Tensor | None) -> int:
 def dequantized(
     stored: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, read: Callable[..., torch.Tensor] = lambda x: x
 ) -> torch.Tensor:
-    """Keys or values of a cache in this dtype. scale: of e4m3 tensors, float32 of their shape without head_dim, or None. read:
-    reads some tokens of stored and of scale; all by default."""
+    """Keys or values of a cache in this dtype. scale: of e4m3 tensors, float32 of their shape without head_dim, or None.
+    read: reads some tokens of stored and of scale; all by default."""
     if scale is None:
         return read(stored).to(dtype)
     exact = max(dtype, scale.dtype, key=lambda each: each.itemsize)

@@ -19,8 +19,8 @@ class ChosenBlocks(NamedTuple):
     """A mask of blocks chosen in a compiled graph. The operator makes its table, so one graph serves all lengths.
 
     bits: (batch * heads * q_blocks * ceil(kv_blocks / 32) + 1,) int32, the kept blocks. The last element is unused: it keeps the
-    size from being 1, which PyTorch specializes, so that a graph serves all lengths. block_size: tokens on a side of a block.
-    within: spec text of the pattern that limits the blocks, or "".
+    size from being 1, which PyTorch specializes, so that a graph serves all lengths.
+    block_size: tokens on a side of a block. within: spec text of the pattern that limits the blocks, or "".
     """
 
     bits: torch.Tensor
@@ -126,7 +126,8 @@ def prepare(
 
 def repeat(call: AttentionCall, key: Hashable, holder: BlockMask | None, of_variant: dict[str, Any]) -> AttentionCall | None:
     """The call as ``prepare`` returned it for an earlier call with the same key; None for the first call. call: without its
-    variant. of_variant: the variant's arguments, which the earlier call has checked."""
+    variant.
+    of_variant: the variant's arguments, which the earlier call has checked."""
     found = prepared_under(holder).get(_complete_key(call, key))
     if found is None:
         return None

@@ -38,9 +38,10 @@ class ScoreFunction:
     torch: ``f(score, batch, head, q_pos, k_pos, params) -> score`` in PyTorch operations, element by element. score: float32
     (float64 for float64 inputs); the others: int64, of shapes that broadcast to it; params: the tuple of tensors passed to the
     call. ``torch.func`` computes its derivative. It gives no gradient to tensors that it reads: a call raises ValueError if one
-    requires it. triton: the same function under ``@triton.jit``: score is a float32 tile, batch and head are numbers, q_pos and
-    k_pos int32 tiles that broadcast to it, params a tuple of pointers. Inlined into the kernels. None: only PyTorch back ends run
-    it. derivative: under ``@triton.jit``, with the same arguments: the derivative of the result by score, finite everywhere.
+    requires it.
+    triton: the same function under ``@triton.jit``: score is a float32 tile, batch and head are numbers, q_pos and k_pos int32
+    tiles that broadcast to it, params a tuple of pointers. Inlined into the kernels. None: only PyTorch back ends run it.
+    derivative: under ``@triton.jit``, with the same arguments: the derivative of the result by score, finite everywhere.
 
     Create it once, not in each call: each object is compiled separately. Query i has position i + kv_len - q_len, key j position j.
     A result of -inf drops the pair; only the mask skips blocks.
@@ -110,11 +111,12 @@ class Variant(NamedTuple):
     seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout. q_positions, kv_positions: (tokens / 16,)
     int32, for dropout of a part of a sequence: the position in the whole sequence of the first of each 16 consecutive tokens, a
     multiple of 16; both or neither, and all blocks are whole; None: the call's positions. batch_heads: (batch, heads) int32, batch
-    * heads + head in the whole call, for dropout; None: the call's. q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; a token
-    exists at or after its start and before its length. alibi_slopes: (batch, heads), rel_bias: (heads, 2 * max_distance + 1), both
-    float32, or float64 for float64 inputs. learned: whether rel_bias needs a gradient. softcap: 0 for none. score_mod,
-    score_params: the user's function and its tensors. sinks: (heads,), a logit of each head that is added to its softmax, after all
-    other changes; every back end supports it. learned_sinks: whether sinks need a gradient.
+    * heads + head in the whole call, for dropout; None: the call's.
+    q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; a token exists at or after its start and before its length.
+    alibi_slopes: (batch, heads), rel_bias: (heads, 2 * max_distance + 1), both float32, or float64 for float64 inputs.
+    learned: whether rel_bias needs a gradient. softcap: 0 for none. score_mod, score_params: the user's function and its tensors.
+    sinks: (heads,), a logit of each head that is added to its softmax, after all other changes; every back end supports it.
+    learned_sinks: whether sinks need a gradient.
     """
 
     seed: torch.Tensor | None = None

@@ -80,8 +80,8 @@ def find_valid_entries(table, begin, end, valid, length, TILE: tl.constexpr):
 
 @triton.jit
 def find_valid_by_kind(table, bounds, valid, length, TILE: tl.constexpr):
-    """``find_valid_entries`` for each kind of a row's entries; a dense loop has one kind, repeated three times. bounds: where each
-    kind begins, and where the last ends."""
+    """``find_valid_entries`` for each kind of a row's entries; a dense loop has one kind, repeated three times.
+    bounds: where each kind begins, and where the last ends."""
     full = find_valid_entries(table, bounds[0], bounds[1], valid, length, TILE)
     runs, bits = full, full
     if table.SPARSE:
