@@ -35,10 +35,10 @@ _score_functions: dict[str, ScoreFunction] = {}
 class ScoreFunction:
     """A user's function of scores, for PyTorch and for Triton.
 
-    torch: ``f(score, batch, head, q_pos, k_pos, params) -> score`` in PyTorch operations, element by element. score: float32
-    (float64 for float64 inputs); the others: int64, of shapes that broadcast to it; params: the tuple of tensors passed to the
-    call. ``torch.func`` computes its derivative. It gives no gradient to tensors that it reads: a call raises ValueError if one
-    requires it.
+    torch: ``f(score, batch, head, q_pos, k_pos, params) -> score`` in PyTorch operations; a result depends only on its score.
+    score: float32 (float64 for float64 inputs); the others: int64, of shapes that broadcast to it; params: the tuple of tensors
+    passed to the call. ``torch.func`` computes its derivative. Tensors that it reads get no gradient: a call raises ValueError if
+    one requires it.
     triton: the same function under ``@triton.jit``: score is a float32 tile, batch and head are numbers, q_pos and k_pos int32
     tiles that broadcast to it, params a tuple of pointers. Inlined into the kernels. None: only PyTorch back ends run it.
     derivative: under ``@triton.jit``, with the same arguments: the derivative of the result by score, finite everywhere.
