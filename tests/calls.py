@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import linear
 
 import sparse_flash as sf
+from sparse_flash.core.definition import Pairs, kept_by_dropout
+from sparse_flash.core.variant import build_variant
 from sparse_flash.integrations import block_sparse_attn, flash_attn
-from sparse_flash.variant.definition import Pairs, kept_by_dropout
-from sparse_flash.variant.variant import build_variant
 
 try:
     import triton

@@ -75,13 +75,14 @@ def _back_ends(cuda: bool) -> Table:
     """Returns which back ends run a call under a mask, and why the others do not. cuda: whether there is a GPU."""
     import torch
 
-    from sparse_flash import backends
+    from sparse_flash.core import backends
+    from sparse_flash.core.description import Call
 
     sizes: dict[str, Any] = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 4096, "kv_len": 4096}
     sizes |= {"head_dim": 128, "block_size": 128}
-    calls = {"float32 on the CPU": backends.Call(torch.device("cpu"), torch.float32, **sizes)}
+    calls = {"float32 on the CPU": Call(torch.device("cpu"), torch.float32, **sizes)}
     if cuda:
-        calls["bfloat16 on the GPU"] = backends.Call(torch.device("cuda"), torch.bfloat16, **sizes)
+        calls["bfloat16 on the GPU"] = Call(torch.device("cuda"), torch.bfloat16, **sizes)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("back end", *calls):
         table.add_column(heading, overflow="fold")

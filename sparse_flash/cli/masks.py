@@ -104,7 +104,7 @@ def explain(
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
     import sparse_flash
-    from sparse_flash.backends import E4M3
+    from sparse_flash.core.caches import E4M3
 
     with user_errors():
         sizes: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}

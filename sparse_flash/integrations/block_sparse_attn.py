@@ -31,13 +31,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..api.arguments import check_shapes, check_types, refuse_probabilities
 from ..api.attention import attention
-from ..api.document_arguments import check_packed, resolve_longest
+from ..core.arguments import check_shapes, check_types, refuse_probabilities
 from ..masks.block_mask import BlockMask
 from ..masks.memory import cached_until_cleared
 from ..masks.parsing import parse
 from ..masks.pattern import PerHead
+from ..packed.arguments import check_packed, resolve_longest
 
 _BLOCK = 128
 

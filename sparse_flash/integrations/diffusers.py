@@ -25,10 +25,10 @@ import diffusers
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..api.arguments import check_precision
 from ..api.attention import attention
 from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import outside_graphs
+from ..core.arguments import check_precision
 from ..masks.block_mask import compile_cached
 from ..masks.cache import to_traceable
 from ..masks.chooser import has_choosers

@@ -21,22 +21,21 @@ from typing import Any
 
 import torch
 
-from ..api.arguments import check_shapes, refuse_probabilities
 from ..api.attention import attention
-from ..api.decode import MAX_QUERIES, attention_decode
-from ..api.document_arguments import resolve_longest
-from ..api.keywords import answers_unknown_keywords, keyword_error
+from ..api.decode import attention_decode
 from ..api.varlen import attention_varlen
+from ..core.arguments import check_shapes, refuse_probabilities
+from ..decoding.arguments import MAX_QUERIES
 from ..masks.block_mask import BlockMask
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern
+from ..packed.arguments import resolve_longest
 from ..packed.rows import lay_out_rows, read_to_end, write
 from .models import depends_on_position
 
 _NO_WINDOW = (-1, -1)
 
 
-@answers_unknown_keywords(keyword_error)
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -75,7 +74,6 @@ def flash_attn_func(
     return (out, lse, None) if return_attn_probs else out
 
 
-@answers_unknown_keywords(keyword_error)
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -142,7 +140,6 @@ def flash_attn_varlen_func(
     return (out, queries.put_back(lse[..., None], float("-inf")).squeeze(-1).T, None) if return_attn_probs else out
 
 
-@answers_unknown_keywords(keyword_error)
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

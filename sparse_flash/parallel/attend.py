@@ -8,16 +8,16 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from ..api.arguments import check_mask
 from ..api.attention import attention
 from ..compat.dynamo import mark_lengths_dynamic
 from ..compat.pytorch import is_plain_eager
-from ..dispatch import operators
-from ..dispatch.call import AttentionCall, prepare
+from ..core import operators
+from ..core.arguments import check_mask
+from ..core.call import AttentionCall, prepare
+from ..core.definition import with_sinks
+from ..core.variant import Variant
 from ..masks.block_mask import BlockMask
 from ..selection.block_selection import BlockSelection
-from ..variant.definition import with_sinks
-from ..variant.variant import Variant
 from .calls import table_and_variant
 from .exchange import all_to_all, attend_blocks
 from .routes import LocalMask, Route

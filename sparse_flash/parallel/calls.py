@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .. import backends
-from ..backends import QueryRows, hopper
-from ..backends import triton as triton_backend
-from ..dispatch.call import AttentionCall, prepare
+from ..core import backends, hopper
+from ..core import triton as triton_backend
+from ..core.call import AttentionCall, prepare
+from ..core.results import QueryRows
+from ..core.variant import Variant
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
-from ..variant.variant import Variant
 from .routes import LocalMask, TwoCalls
 from .transfer import Message, PendingExchange, pack, unpack
 

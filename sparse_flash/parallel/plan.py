@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api.arguments import cast_for_autocast, check_tensors, check_types, resolve_deterministic, resolve_scale
 from ..api.attention import attention
-from ..api.keywords import answers_unknown_keywords
-from ..dispatch.call import AttentionCall
+from ..core.arguments import cast_for_autocast, check_tensors, check_types, resolve_deterministic, resolve_scale
+from ..core.call import AttentionCall
+from ..core.variant import Variant, build_variant
 from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
 from ..masks.parsing import parse
 from ..masks.pattern import And, Pattern
 from ..patterns import documents
-from ..variant.variant import Variant, build_variant
 from .agreement import check_agreement
 from .attend import BlockAttention, HeadAttention, Select, resolve_select
 from .estimates import LINK_RATE
@@ -113,13 +112,6 @@ def plans_of(numbers: PlannedSequence, options: PlanOptions, mesh: DeviceMesh, c
     return ContextPlans(shards, [plans[number] for number in numbers.layers])
 
 
-def _unsupported(function: str, known: list[str], unknown: list[str]) -> ValueError:
-    return ValueError(
-        f"plan.attention does not support {', '.join(sorted(unknown))}; it takes select, scale, dropout_p, sinks, return_lse, "
-        "deterministic and backend; use sf.attention on one GPU for the rest"
-    )
-
-
 class ContextPlan(TokenShards):
     """Holds one rank's view of a sequence that several ranks share. ``context_parallel`` and ``ContextParallel`` make plans.
 
@@ -156,7 +148,6 @@ class ContextPlan(TokenShards):
             f"{self._assigned}; this is rank {self.rank})"
         )
 
-    @answers_unknown_keywords(_unsupported)
     def attention(
         self,
         q: torch.Tensor,

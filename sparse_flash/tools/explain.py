@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..backends import E4M3, hopper, triton
-from ..dispatch.flops import forward_flops
+from ..core import hopper, triton
+from ..core.caches import E4M3
+from ..core.flops import forward_flops
+from ..core.variant import check_counts
 from ..kernels.common.config import padded_head_dim
 from ..masks.block_mask import BlockMask
 from ..masks.pattern import Pattern
-from ..variant.variant import check_counts
 from .subject import resolve_mask
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import sparse_flash as sf
-from sparse_flash import backends
 from sparse_flash.benchmarks.measure import throughput
 from sparse_flash.cli import app
+from sparse_flash.core import backends
 from sparse_flash.masks.registry import _registry, find_docstring_line, pattern_class
 
 
@@ -156,7 +156,7 @@ def test_sizes_are_those_of_every_case():
     [
         ("bench --help", "torch numpy scipy"),
         ("patterns", "torch"),
-        ("show causal -n 64", "triton sparse_flash.names sparse_flash.api sparse_flash.backends sparse_flash.parallel"),
+        ("show causal -n 64", "triton sparse_flash.names sparse_flash.api sparse_flash.core.operators sparse_flash.parallel"),
     ],
 )
 def test_looking_loads_no_more_than_it_needs(arguments, unloaded):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sparse_flash.backends import triton as triton_backend
 from sparse_flash.cli import app, doctor
+from sparse_flash.core import triton as triton_backend
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 import chips
 from triton.runtime.errors import OutOfResources
 
-from sparse_flash import backends
-from sparse_flash.backends import hopper
-from sparse_flash.backends import triton as triton_backend
+from sparse_flash.core import hopper
+from sparse_flash.core import triton as triton_backend
+from sparse_flash.core.description import Call
 from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.portable import configs, forward
 
@@ -56,7 +56,7 @@ def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, reason):
     monkeypatch.setattr(configs, "detect_gpu", lambda device: configs.Gpu(chip, kib * 1024))
     monkeypatch.setattr(triton_backend, "why_unavailable", lambda: None)
     monkeypatch.setattr(triton_backend, "is_interpreted", lambda: False)
-    call = backends.Call(torch.device("cuda", 0), torch.bfloat16, 1, 1, 1, 64, 64, 64, 64, None)
+    call = Call(torch.device("cuda", 0), torch.bfloat16, 1, 1, 1, 64, 64, 64, 64, None)
     assert triton_backend.supports(call) == reason
 
 

@@ -22,10 +22,9 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...api.arguments import check_precision, resolve_deterministic
-from ...api.keywords import answers_unknown_keywords, chooser_keyword_error
 from ...api.shared import SharedSequence
-from ...backends import check_name
+from ...core.arguments import check_precision, resolve_deterministic
+from ...core.backends import check_name
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
 from ..models import MaskRecord, count_causal, describe_layer, record_layers, unswitched_error
@@ -43,7 +42,6 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
 _PLAN = "_sparse_flash_plan"
 
 
-@answers_unknown_keywords(chooser_keyword_error)
 def use_sparse_flash(
     model: torch.nn.Module,
     mask: Pattern | str | BlockMask | SharedSequence | Sequence[SharedSequence] | Mapping | None = None,

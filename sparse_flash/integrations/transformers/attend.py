@@ -14,15 +14,17 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...api.attention import attention
-from ...api.decode import MAX_QUERIES, attention_decode, can_decode, is_decode_step
+from ...api.decode import attention_decode
 from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...compat.names import NAMESPACE
 from ...compat.pytorch import assert_in_graph
+from ...core.definition import with_sinks
+from ...decoding.arguments import MAX_QUERIES
+from ...decoding.masks import can_decode, is_decode_step
 from ...masks.block_mask import BlockMask
 from ...masks.parsing import parse
 from ...masks.pattern import PerBatch, PerEntry
-from ...variant.definition import with_sinks
 from .given_masks import CONFIG_KEY, LayerSettings, future_error
 from .layers import unsupported_error
 from .model_mask import ModelMask, find_sequences, read_model_mask

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ...api.decode import MAX_QUERIES
 from ...api.shared import SharedSequence
 from ...choosers.built_in import Scored
+from ...decoding.arguments import MAX_QUERIES
 from ...masks.block_mask import BlockMask, convert_foreign_mask
 from ...masks.chooser import HeadChoice, choices_of, has_choosers, is_causal, map_heads, without_choosers
 from ...masks.parsing import parse, text_of

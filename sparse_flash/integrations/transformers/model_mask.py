@@ -17,9 +17,9 @@ from torch.nn.functional import pad
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ...api.decode import MAX_QUERIES
 from ...compat.constants import constant_in_graphs
 from ...compat.pytorch import assert_in_graph
+from ...decoding.arguments import MAX_QUERIES
 from ...masks.block_mask import BlockMask, compile_cached
 from ...masks.memory import cached_until_cleared
 from ...masks.parsing import parse, text_of
