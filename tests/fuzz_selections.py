@@ -10,7 +10,7 @@ from calls import name_of
 from picked import check_selected, drawn_picks, sorted_picks, tensors
 
 import sparse_flash as sf
-from sparse_flash import backends
+from sparse_flash.core.description import Call
 from sparse_flash.selection.operators import BACKENDS
 
 ALWAYS = (None, None, None, "sinks(3)", "local(20)", "sinks(4) | local(33)", "strided(7)", "full")
@@ -52,7 +52,7 @@ def draw(seed: int, backend: str) -> DrawnSelection:
         selection = sf.BlockSelection(picks, sizes["q_len"], sizes["kv_len"], sizes["block"], sizes["every"])
         shape = (sizes[name] for name in ("heads", "kv_heads", "q_len", "kv_len", "dim", "dtype", "v_dim"))
         q, k, v, _ = tensors(1, *shape)
-        if BACKENDS[backend].supports(backends.Call.from_tensors(q, k, v, sizes["block"]), selection) is None:
+        if BACKENDS[backend].supports(Call.from_tensors(q, k, v, sizes["block"]), selection) is None:
             return call
     raise RuntimeError(f"{backend} runs none of {TRIES} selections that were drawn")
 

@@ -26,9 +26,10 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
 from sparse_flash import kernels
-from sparse_flash.backends import QueryRows
 from sparse_flash.choosers import kernels as choosers_kernels
 from sparse_flash.choosers.features import Content
+from sparse_flash.core.results import QueryRows
+from sparse_flash.core.variant import Variant
 from sparse_flash.kernels.common.gluon import GluonASTSource
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import descriptors
@@ -46,7 +47,6 @@ from sparse_flash.selection.kernels import decode as selection_decode
 from sparse_flash.selection.kernels import hopper_backward as gathering
 from sparse_flash.selection.kernels import hopper_forward as selection_hopper_forward
 from sparse_flash.selection.kernels import pick_blocks
-from sparse_flash.variant.variant import Variant
 
 SM90 = GPUTarget("cuda", 90, 32)
 FOLDERS = kernels, choosers_kernels, packed_kernels, selection_kernels

@@ -1,4 +1,4 @@
-"""The interface that layers and models need of a plan that splits one sequence over ranks. Room ``parallel`` makes plans."""
+"""The interface of a plan that splits one sequence over ranks, for layers and models. ``parallel`` makes plans."""
 
 from __future__ import annotations
 

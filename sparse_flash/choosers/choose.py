@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends import triton as triton_backend
-from ..backends.torch import without_autocast
 from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import outside_inference
 from ..compat.names import operator_name
 from ..compat.pytorch import is_recorded
-from ..dispatch.call import ChosenBlocks
-from ..dispatch.operators import build_chosen_mask
+from ..core import triton as triton_backend
+from ..core.arguments import check_tensors, stand_in_for_empty_batch
+from ..core.call import ChosenBlocks
+from ..core.definition import clear_nonexistent
+from ..core.operators import build_chosen_mask
+from ..core.torch import block_means, without_autocast
+from ..core.variant import Variant
 from ..masks.block_mask import BlockMask, MaskLike, from_block_maps, resolve_single_mask, resolve_within
 from ..masks.chooser import Chooser, HeadChoice, choices_of, chooser_block_size, is_causal
 from ..masks.grid import BlockGrid
@@ -25,8 +30,6 @@ from ..masks.memory import cached_until_cleared
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern
 from ..masks.select_blocks import can_launch_kernel
-from ..variant.definition import clear_nonexistent
-from ..variant.variant import Variant
 from . import rules_kernels, rules_torch
 from .built_in import Scored
 from .features import Content
@@ -163,6 +166,29 @@ def mask_by_scores(
     kept, limits = _init_maps(scores, within, always, grid)
     _add_kept_blocks(kept, scores, limits, 0, ("keep", keep), False)
     return from_block_maps(kept, grid, resolve_within(within, grid, scores.device))
+
+
+def mask_by_means(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int | float,
+    block_size: int,
+    within: Pattern | str | BlockMask | None,
+    always: Pattern | str | BlockMask | None,
+    share_group: bool,
+) -> BlockMask:
+    """Returns the mask of the blocks that blocks of queries choose: see ``topk_blocks``."""
+    q, k, _ = stand_in_for_empty_batch(q, k, k)
+    check_tensors(q, k, k)
+    # Plain numbers instead of symbolic lengths: a graph holds the mask of one length.
+    grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), block_size)
+    group = q.shape[1] // k.shape[1]
+    queries = torch.unflatten(block_means(q, block_size), 1, (-1, group))
+    queries = queries.mean(2, keepdim=True) if share_group else queries
+    with without_autocast(q):
+        scores = queries.flatten(2, 3) @ block_means(k, block_size).mT
+    mask = mask_by_scores(torch.unflatten(scores, 2, queries.shape[2:4]).flatten(1, 2), grid, within, always, keep)
+    return replace(mask, mask_index=mask.mask_index.repeat_interleave(group, 1)) if share_group else mask
 
 
 def _apply_choice(choice: HeadChoice, content: Content) -> Tensor:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.torch import block_means
 from ..compat.pytorch import is_recorded
+from ..core.torch import block_means
 from ..masks.grid import BlockGrid
 from ..masks.memory import cached_until_cleared
 

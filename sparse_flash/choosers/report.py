@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backends import compute_dtype, lse_to_subtract, merge_results
-from ..backends.torch import without_autocast
 from ..compat.dynamo import outside_graphs
+from ..core.results import compute_dtype, lse_to_subtract, merge_results
+from ..core.torch import without_autocast
 from ..masks.block_mask import BlockMask, resolve_within
 from ..masks.chooser import choices_of
 from ..masks.grid import BlockGrid

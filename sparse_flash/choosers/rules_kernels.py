@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backends import hopper
+from ..core import hopper
 from ..masks.grid import BlockGrid
 from .features import Features
 from .rules_torch import Limits

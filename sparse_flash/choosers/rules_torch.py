@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import compute_dtype, lse_to_subtract
+from ..core.results import compute_dtype, lse_to_subtract
 from ..masks.grid import BlockGrid
 from .features import Features
 

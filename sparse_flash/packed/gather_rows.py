@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..backends.triton import can_use_kernels as can_use_kernels
 from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
-from ..dispatch.operators import refuse_batched, refuse_transforms
+from ..core.operators import refuse_batched, refuse_transforms
+from ..core.triton import can_use_kernels as can_use_kernels
 from ..kernels.common.streams import current_device
 
 
@@ -41,7 +41,7 @@ def _empty_rows(x: torch.Tensor, rows: int, heads_first: bool) -> torch.Tensor:
 
 
 class _TakeRows(torch.autograd.Function):
-    """The operator's autograd without its dispatch: see ``dispatch/operators``."""
+    """The operator's autograd without its dispatch: see ``core/operators``."""
 
     @staticmethod
     def forward(ctx, x, index, reverse, fill, heads_first):

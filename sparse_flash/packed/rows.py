@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends import check_read_pages
+from ..core.caches import check_read_pages
 from .gather_rows import take_rows
 
 

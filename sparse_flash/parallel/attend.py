@@ -10,9 +10,9 @@ from torch.nn.functional import pad
 
 from ..api.attention import attention
 from ..compat.dynamo import mark_lengths_dynamic
+from ..core.definition import with_sinks
 from ..masks.block_mask import BlockMask
 from ..selection.block_selection import BlockSelection
-from ..variant.definition import with_sinks
 from .exchange import all_to_all, attend_blocks
 from .routes import Route, make_handle
 from .sharding import TokenShards

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .. import backends
-from ..backends import QueryRows, hopper
-from ..backends import triton as triton_backend
-from ..dispatch.call import AttentionCall, prepare
+from ..core import backends, hopper
+from ..core import triton as triton_backend
+from ..core.call import AttentionCall, prepare
+from ..core.results import QueryRows
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from .routes import TwoCalls

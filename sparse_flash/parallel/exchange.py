@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import backends
 from ..compat.names import operator_name
-from ..dispatch.operators import prepare_upstream, refuse_second_derivatives
+from ..core.operators import prepare_upstream, refuse_second_derivatives
+from ..kernels.common.layout import empty_out
 from .calls import Gradients, PartialAttention, QueryRows, add_blocks, merge
 from .routes import Route, TwoCalls, record_of
 from .transfer import Message, PendingExchange, append_fetched, as_tokens, empty_blocks, pack, split_packed, unpack
@@ -55,7 +55,7 @@ def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return backends.empty_out(q, v.shape[3]), lse, empty_blocks(k, v, columns.shape[0], block_size)
+    return empty_out(q, v.shape[3]), lse, empty_blocks(k, v, columns.shape[0], block_size)
 
 
 @torch.library.custom_op(operator_name("context_attention_backward"), mutates_args=(), schema=_BACKWARD)

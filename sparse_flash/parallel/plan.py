@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api.arguments import cast_for_autocast, check_tensors, check_types, resolve_deterministic, resolve_scale
 from ..api.attention import attention
+from ..core.arguments import cast_for_autocast, check_tensors, check_types, resolve_deterministic, resolve_scale
+from ..core.variant import build_variant
 from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
 from ..masks.parsing import parse
 from ..masks.pattern import And, Pattern
 from ..patterns import documents
-from ..variant.variant import build_variant
 from .agreement import check_agreement
 from .attend import BlockAttention, HeadAttention, Select, resolve_select
 from .estimates import LINK_RATE

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..backends import triton as triton_backend
 from ..compat.pytorch import sleep_cycles
+from ..core import triton as triton_backend
 from ..kernels.common.streams import current_device
 from . import peer_memory
 from .peer_memory import PeerMemory

@@ -339,3 +339,40 @@ def without_later_keys(always: Pattern | str) -> Pattern | str:
 
 # Lets torch.load read a saved selection without weights_only=False.
 torch.serialization.add_safe_globals([BlockSelection])
+
+
+def check_selection(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises ValueError where a selection was not made for these queries and keys."""
+    if (selection.q_len, selection.kv_len) != (q.shape[2], k.shape[2]):
+        raise ValueError(
+            f"the selection is of q_len={selection.q_len}, kv_len={selection.kv_len}; q and k have {q.shape[2]} and {k.shape[2]} "
+            "tokens; pass q_len= and kv_len= to BlockSelection.from_picks, or choose again for these"
+        )
+    check_selected_heads(selection, q, k)
+
+
+def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises ValueError where a selection is of another device, batch or number of heads than these queries and keys."""
+    if selection.device != q.device:
+        raise ValueError(f"the selection is on {selection.device} and q on {q.device}; use selection.to({str(q.device)!r})")
+    if selection.batch != q.shape[0] or selection.heads not in (k.shape[1], q.shape[1]):
+        raise ValueError(
+            f"picks must be of batch {q.shape[0]} and of {k.shape[1]} key heads or {q.shape[1]} query heads; got "
+            f"{tuple(selection.picks.shape)}"
+        )
+
+
+def check_cached_selection(
+    selection: BlockSelection, q: torch.Tensor, k: torch.Tensor, capacity: int, kv_lens: torch.Tensor | None
+) -> None:
+    """Raises ValueError where the selection does not fit."""
+    if selection.always is not None:
+        raise ValueError("attention_decode takes no selection with always=; choose without it, or use sparse_flash.attention")
+    check_selected_heads(selection, q, k)
+    # Without lengths the cache's capacity tells positions, here and where the queries chose.
+    fits = selection.kv_len == capacity if kv_lens is None else selection.kv_len <= capacity
+    if selection.q_len != q.shape[2] or not fits:
+        raise ValueError(
+            f"the selection is of q_len={selection.q_len} and a cache of {selection.kv_len} tokens; got {q.shape[2]} queries and a "
+            f"cache of {capacity}{', without kv_lens' * (kv_lens is None)}; choose again for these, or pass kv_lens"
+        )

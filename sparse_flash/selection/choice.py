@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ..backends import compute_dtype, lse_to_subtract
-from ..backends import triton as triton_backend
-from ..backends.torch import block_means, without_autocast
 from ..compat.names import NAMESPACE, operator_name
+from ..core import triton as triton_backend
+from ..core.results import compute_dtype, lse_to_subtract
+from ..core.torch import block_means, without_autocast
 from ..kernels.common.layout import as_contiguous_rows
 from ..kernels.common.streams import current_device
 from .block_selection import group_positions, most_own_blocks, normalize_picks

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import E4M3, Call, cache_capacity, check_read_pages, compute_dtype, dequantized, empty_out, hopper, lse_to_subtract
-from ..backends import triton as triton_backend
-from ..backends.torch import without_autocast
 from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
-from ..kernels.common.layout import as_contiguous_rows, restore_out
+from ..core import hopper
+from ..core import triton as triton_backend
+from ..core.caches import E4M3, cache_capacity, check_read_pages, dequantized
+from ..core.description import Call
+from ..core.results import compute_dtype, lse_to_subtract
+from ..core.torch import without_autocast
+from ..kernels.common.layout import as_contiguous_rows, empty_out, restore_out
 from ..kernels.common.streams import current_device
 from .block_selection import BlockSelection
 
@@ -41,7 +44,8 @@ def decode(
     backend: str,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``. scales: of e4m3 k and v."""
+    """(out, lse) of a back end that supports the call, see ``core/backends``.
+    selection: without ``always``. scales: of e4m3 k and v."""
     picks, every = selection.picks, selection.every
     by_kernel = backend != "torch"
     # torch.compile looks into operations, but not into a kernel.

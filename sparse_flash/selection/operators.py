@@ -1,6 +1,6 @@
 """PyTorch operators of attention over picked blocks: what torch.compile, autograd and autocast see.
 
-A selection crosses the boundary as its picks, the tensors of ``always`` (or again the picks: see ``dispatch/operators``) and its
+A selection crosses the boundary as its picks, the tensors of ``always`` (or again the picks: see ``core/operators``) and its
 numbers. A back end is a module of this package with
 
     supports(call, selection) -> str | None
@@ -9,7 +9,7 @@ numbers. A back end is a module of this package with
     block_lse(q, k, selection, scale) -> (batch, heads, q_len, n), for each picked block the lse of its pairs, -inf without pairs
     block_lse_backward(dblock_lse, q, k, block_lse, selection, scale) -> (dq, dk)
 
-with shapes as for the back ends of masks (``backends``). Gradients repeat bit for bit, whether asked or not.
+with shapes as for the back ends of masks (``core/backends``). Gradients repeat bit for bit, whether asked or not.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from .. import backends
 from ..compat.names import operator_name
-from ..dispatch.operators import make_empty_results, prepare_upstream, refuse_batched, refuse_second_derivatives, refuse_transforms
+from ..core import backends
+from ..core.description import Call
+from ..core.operators import make_empty_results, prepare_upstream, refuse_batched, refuse_second_derivatives, refuse_transforms
+from ..core.results import QueryRows, compute_dtype
+from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
 from . import hopper, reference, triton
 from . import torch as selection_torch
@@ -81,10 +84,10 @@ def _prepare_call(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Modul
     always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
     selection = BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
 
-    def supports(name: str, call: backends.Call) -> str | None:
+    def supports(name: str, call: Call) -> str | None:
         return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
 
-    name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, block_size), supports)
+    name = backends.choose_backend(backend, Call.from_tensors(q, k, v, block_size), supports)
     return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
 
 
@@ -96,7 +99,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Te
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Tensor]:
-    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=backends.compute_dtype(q))
+    return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
 @_define_operator(
@@ -108,7 +111,7 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: *_Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     chosen, selection, scale = _prepare_call(q, k, v, *call)
-    return chosen.backward(backends.QueryRows(q, dout, dlse, out, lse), k, v, selection, scale)
+    return chosen.backward(QueryRows(q, dout, dlse, out, lse), k, v, selection, scale)
 
 
 @_backward.register_fake
@@ -124,7 +127,7 @@ def _block_lse(q: Tensor, k: Tensor, *call: *_Call) -> Tensor:
 
 @_block_lse.register_fake
 def _(q: Tensor, k: Tensor, *call: *_Call) -> Tensor:
-    return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=backends.compute_dtype(q))
+    return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=compute_dtype(q))
 
 
 @_define_operator("picked_block_lse_backward", "Tensor dblock_lse, Tensor q, Tensor k, Tensor block_lse", "(Tensor, Tensor)")

@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..compat.pytorch import is_plain_eager
 from ..masks.block_mask import compile_mask
 from ..masks.pattern import Pattern
+from ..packed.arguments import resolve_longest
 from ..packed.repack import Axis, PackedDocuments, most_blocks, repack_documents
 from .block_selection import BlockSelection, without_later_keys
 
@@ -131,3 +133,35 @@ def find_block_bounds(axis: Axis, place: TokenPositions, block: int) -> torch.Te
     """(tokens, 2) int32: on the axis, the first block of each token's document, and the token's own."""
     row = torch.where(place.exists, axis.row_of_token, 0)
     return torch.stack([(row - place.within) // block, row // block], 1).to(torch.int32)
+
+
+def check_packed_selection(
+    selection: PackedSelection,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    longest_q: int | None,
+    longest_k: int | None,
+) -> None:
+    """Raises ValueError where a selection was not made for these documents, TypeError for wrong types."""
+    given_lengths = {"q": longest_q} if longest_k is None else {"q": longest_q, "k": longest_k}
+    for name, given in given_lengths.items():
+        longest = resolve_longest(name, q, cu_seqlens_q, given)
+        if given is not None and longest != selection.longest:
+            raise ValueError(f"max_seqlen_{name} must be the selection's, {selection.longest}; got {longest}; leave it out")
+    ours, same = selection.cu_seqlens, cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+    if not same or len(k) != len(q):
+        raise ValueError(
+            f"a PackedSelection is of queries and keys of the same tokens; got {len(q)} and {len(k)}; leave cu_seqlens_k out"
+        )
+    if selection.picks.device != q.device or (selection.tokens, len(ours)) != (len(q), len(cu_seqlens_q)):
+        raise ValueError(
+            f"the selection is of {selection.tokens} tokens in {len(ours) - 1} documents on {selection.picks.device}; got "
+            f"{len(q)} in {len(cu_seqlens_q) - 1} on {q.device}; choose again for these"
+        )
+    if selection.heads not in (k.shape[1], q.shape[1]):
+        raise ValueError(f"picks must be of {k.shape[1]} key heads or {q.shape[1]} query heads; got {tuple(selection.picks.shape)}")
+    # On a GPU the values are not known to the host.
+    if q.device.type == "cpu" and is_plain_eager(q, ours) and ours.tolist() != cu_seqlens_q.tolist():
+        raise ValueError("cu_seqlens_q must be the documents that the selection was made for; got others; choose again for these")

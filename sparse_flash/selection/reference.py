@@ -1,4 +1,4 @@
-"""Attention over picked blocks by its definition: the oracle of ``backends/reference``, on the dense mask of the selection."""
+"""Attention over picked blocks by its definition: the oracle of ``core/reference``, on the dense mask of the selection."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import Call, QueryRows, compute_dtype, lse_to_subtract
-from ..backends import reference as dense
-from ..dispatch.call import AttentionCall
+from ..core import reference as dense
+from ..core.call import AttentionCall
+from ..core.description import Call
+from ..core.results import QueryRows, compute_dtype, lse_to_subtract
 from .block_selection import BlockSelection
 
 

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backends import Call, QueryRows, compute_dtype, empty_out, lse_to_subtract, zero_keyless_queries
-from ..backends.torch import repeatable, without_autocast
+from ..core.description import Call
+from ..core.results import QueryRows, compute_dtype, lse_to_subtract, zero_keyless_queries
+from ..core.torch import repeatable, without_autocast
+from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
 from .block_selection import BlockSelection
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import Call, QueryRows
-from ..backends import triton as backend_of_masks
+from ..core import triton as backend_of_masks
+from ..core.description import Call
+from ..core.results import QueryRows
 from ..kernels.common.config import padded_head_dim
 from ..kernels.common.layout import as_addressable, empty_out, restore_layout, restore_out
 from ..kernels.common.streams import current_device

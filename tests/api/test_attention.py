@@ -7,9 +7,10 @@ import torch
 from oracle import BACKENDS, DEVICE, Sizes, Watching, check, make_call, normal, record, sizes_for
 
 import sparse_flash as sf
-from sparse_flash import backends
-from sparse_flash.backends import QueryRows
-from sparse_flash.backends import torch as torch_backend
+from sparse_flash.core import backends
+from sparse_flash.core import torch as torch_backend
+from sparse_flash.core.description import Call
+from sparse_flash.core.results import QueryRows
 from sparse_flash.selection import torch as selection_torch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -37,7 +38,7 @@ def test_hopper_names_a_head_dim_of_v_that_it_does_not_run(monkeypatch):
     hopper = backends.get_backend("hopper")
     monkeypatch.setattr(hopper, "why_unavailable", lambda: None)
     monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
-    call = backends.Call(torch.device("cuda"), torch.float16, 1, 2, 2, 64, 64, 128, None)
+    call = Call(torch.device("cuda"), torch.float16, 1, 2, 2, 64, 64, 128, None)
     assert hopper.supports(call) is None
     assert hopper.supports(replace(call, v_head_dim=64)) is None
     assert hopper.supports(replace(call, head_dim=192)) is None

@@ -16,11 +16,10 @@ from oracle import DEVICE, Watching, existing
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
-from sparse_flash import backends
 from sparse_flash.api import call as api_call
 from sparse_flash.choosers import choose
 from sparse_flash.choosers.built_in import Sampled
-from sparse_flash.dispatch import operators
+from sparse_flash.core import backends, operators
 from sparse_flash.masks.chooser import RULES, choices_of, chooser_block_size, is_causal
 from sparse_flash.masks.grid import BlockGrid
 

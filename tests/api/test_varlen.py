@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import sparse_flash as sf
-from sparse_flash import backends
+from sparse_flash.core import backends
 from sparse_flash.packed import gather_rows, in_place, repack
 
 pytestmark = pytest.mark.usefixtures("poison")

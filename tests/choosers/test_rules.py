@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE
 
-from sparse_flash import backends
 from sparse_flash.choosers import rules_kernels, rules_torch
+from sparse_flash.core import backends
 from sparse_flash.masks import chooser as choosers
 
 parametrize = pytest.mark.parametrize

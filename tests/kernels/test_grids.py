@@ -9,7 +9,7 @@ from oracle import DEVICE, tiles, unless_refused
 from picked import check_selected
 
 import sparse_flash as sf
-from sparse_flash import backends
+from sparse_flash.core import backends
 
 if reason := backends.get_backend("triton").why_unavailable():
     pytest.skip(reason, allow_module_level=True)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from oracle import DEVICE, tiles
 
 import sparse_flash as sf
-from sparse_flash.backends import get_backend
 from sparse_flash.benchmarks.workload.masks import ragged_documents
+from sparse_flash.core.backends import get_backend
 from sparse_flash.masks import document_blocks
 from sparse_flash.masks.block_mask import compile_up_to
 from sparse_flash.masks.document_blocks import BLOCK

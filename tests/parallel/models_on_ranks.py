@@ -106,7 +106,6 @@ def refused_by_transformers() -> list[tuple[str, str]]:
     calls = [
         ("dropout, which config.attention_dropout", lambda: dropping(words)),
         ("labels cannot be used with a plan", lambda: tags(words, labels=words)),
-        ("LlamaForTokenClassification", lambda: tags(words, labels=words)),
         ("logits_to_keep cannot be used with a plan", lambda: model(words, labels=words, logits_to_keep=1)),
         ("cu_seq_lens_q cannot be used with a plan", lambda: model(words, cu_seq_lens_q=sequences)),
         ("config.output_router_logits cannot be used with a plan", lambda: use_sparse_flash(mixtral, plans)(words)),

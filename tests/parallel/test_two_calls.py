@@ -10,7 +10,7 @@ import torch
 from oracle import DEVICE, record
 
 import sparse_flash as sf
-from sparse_flash.backends import hopper, reference
+from sparse_flash.core import hopper, reference
 from sparse_flash.parallel import calls, transfer
 from sparse_flash.parallel.routes import TwoCalls, take_mask
 

@@ -14,7 +14,8 @@ pytest.importorskip("triton.experimental.gluon")
 import gluon_on_cpu as emulated
 
 import sparse_flash as sf
-from sparse_flash import backends
+from sparse_flash.core import backends
+from sparse_flash.core.description import Call
 from sparse_flash.selection import operators
 from sparse_flash.selection.kernels import division
 
@@ -136,7 +137,7 @@ def refused(kind: str, heads: int = 4, block: int = 64, every: int = 1, n: int =
     selection = sf.BlockSelection(torch.zeros(1, 1, 256 // every, n, dtype=torch.int32), 256, 256, block, every)
     with running(kind):
         module = operators.BACKENDS[kind]
-        return module.supports(replace(backends.Call.from_tensors(q, k, v, block), **changed), selection)
+        return module.supports(replace(Call.from_tensors(q, k, v, block), **changed), selection)
 
 
 def test_calls_that_do_not_fit_are_refused_by_name():

@@ -1,4 +1,4 @@
-"""Dropout's mask of a tile, regenerated wherever it is needed: see ``variant.definition.kept_by_dropout``."""
+"""Dropout's mask of a tile, computed again where it is needed: see ``core.definition.kept_by_dropout``."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from ..common.philox import draw_words, stream_of_batch_head
 
 @triton.jit
 def dropout_stream(variant, tile, sizes):
-    """(three scalars that distinguish the draws of batch-heads, the tile's first token in the sequence); () without dropout."""
+    """(three scalars that make a batch-head's draws distinct, the tile's first token in the sequence); () without dropout."""
     stream = ()
     if variant.seed is not None:
         batch_head = tile.batch_head if variant.batch_heads is None else tl.load(variant.batch_heads + tile.batch_head)
@@ -36,7 +36,8 @@ def kept_by_dropout(variant, stream, place, sizes):
 
 @triton.jit
 def _load_position(positions, first):
-    """The position of a tile's first token in the whole sequence. The others follow it, as tiles divide the blocks of a table."""
+    """The position of a tile's first token in the whole sequence. The tile's tokens are consecutive, as tiles divide table
+    blocks."""
     if positions is not None:
         first = tl.load(positions + first // 16)
     return first

@@ -24,11 +24,11 @@ from calls import (
 from oracle import BACKENDS, DEVICE, dense_attention, inputs_of, make_call, normal, record, sizes_for, unless_refused
 
 import sparse_flash as sf
-from sparse_flash import backends
+from sparse_flash.core import backends
+from sparse_flash.core import variant as variant_module
+from sparse_flash.core.definition import philox_2x32, philox_4x32
+from sparse_flash.core.variant import build_variant
 from sparse_flash.parallel.routes import take_mask
-from sparse_flash.variant import variant as variant_module
-from sparse_flash.variant.definition import philox_2x32, philox_4x32
-from sparse_flash.variant.variant import build_variant
 
 try:
     import triton
@@ -70,7 +70,7 @@ else:
 
 @parametrize("mask", ["causal", None])
 def test_the_torch_back_end_is_right_where_a_row_takes_many_pieces(monkeypatch, mask):
-    from sparse_flash.backends import torch as torch_backend
+    from sparse_flash.core import torch as torch_backend
 
     for name in ("_CHUNK_CPU", "_CHUNK_GPU"):
         monkeypatch.setattr(torch_backend, name, 3 * 16 * 16)

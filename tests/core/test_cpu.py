@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from oracle import DEVICE, Watching, check, record
 
 import sparse_flash as sf
-from sparse_flash import backends
-from sparse_flash.backends import aten_cpu, hopper
-from sparse_flash.backends import torch as torch_backend
-from sparse_flash.backends import triton as triton_backend
-from sparse_flash.variant.variant import build_variant
+from sparse_flash.core import aten_cpu, backends, hopper
+from sparse_flash.core import torch as torch_backend
+from sparse_flash.core import triton as triton_backend
+from sparse_flash.core.description import Call
+from sparse_flash.core.variant import build_variant
 
 parametrize = pytest.mark.parametrize
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="its tensors are on a GPU")
@@ -116,7 +116,7 @@ def test_auto_takes_the_torch_back_end_on_mps(monkeypatch, dtype, interpreted):
     for module, name in ((triton_backend, "is_interpreted"), (triton_backend, "why_unavailable"), (hopper, "why_unavailable")):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__.__wrapped__)
     for block_size in (None, 128):
-        call = backends.Call(torch.device("mps"), dtype, 1, 4, 2, 256, 256, 64, block_size)
+        call = Call(torch.device("mps"), dtype, 1, 4, 2, 256, 256, 64, block_size)
         assert backends.choose_backend("auto", call) == "torch"
         with pytest.raises(ValueError, match="float64, which devices of type mps do not have"):
             backends.choose_backend("reference", call)

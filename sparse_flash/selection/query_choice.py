@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
+from ..core.arguments import cast_for_autocast, check_tensors, check_types, stand_in_for_empty_batch
+from ..core.operators import DEFAULT_BLOCK_SIZE
+from ..core.variant import check_counts
 from ..masks.block_mask import BlockMask, as_block_mask
 from ..masks.chooser import check_keep
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern
+from ..packed.arguments import check_packed, to_documents
 from ..packed.repack import BLOCK
-from ..selection import choice
-from ..selection.block_selection import BlockSelection, always_table, check_every, check_selection_block
-from ..selection.choice import COMPRESSED, SCORES
-from ..selection.packed_selection import PackedSelection, block_axis, find_block_bounds, locate_tokens
-from ..variant.variant import check_counts
-from .arguments import cast_for_autocast, check_tensors, check_types, stand_in_for_empty_batch
-from .call import DEFAULT_BLOCK_SIZE
-from .document_arguments import check_packed, to_documents
+from . import choice
+from .block_selection import BlockSelection, always_table, check_every, check_selection_block
+from .choice import COMPRESSED, SCORES
+from .packed_selection import PackedSelection, block_axis, find_block_bounds, locate_tokens
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def test_right_results_pass_and_wrong_ones_are_named(monkeypatch):
     import fuzz_calls
     import fuzz_selections
 
-    from sparse_flash import backends
+    from sparse_flash.core import backends
     from sparse_flash.selection import torch as selection_torch
 
     call = next(one for one in (fuzz_calls.draw(seed, "torch") for seed in range(999)) if one.drawn.kept.any())

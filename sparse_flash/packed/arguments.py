@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ..compat.pytorch import is_recorded
-from ..packed.repack import PackedDocuments
-from .arguments import check_alike, check_head_groups
+from ..core.arguments import check_alike, check_head_groups
+from .repack import PackedDocuments
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

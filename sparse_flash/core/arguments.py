@@ -1,5 +1,5 @@
-"""Checks that several calls share: tensors, dtypes, devices, scales, sinks, masks. Each error says what must be passed, what was
-passed, and the way out."""
+"""Checks that several calls share: tensors, dtypes, devices, scales, masks. Each error says what an argument must be, what it was,
+and what to do."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import warnings
 
 import torch
 
-from .. import backends
 from ..compat.names import PACKAGE
 from ..compat.pytorch import is_distributed
 from ..masks.block_mask import BlockMask, check_batch_and_heads
-from ..selection.block_selection import BlockSelection
-from ..variant.eight_bits import PRECISIONS
-from ..variant.variant import check_number
+from .caches import E4M3
+from .eight_bits import PRECISIONS
+from .variant import check_number
 
 _MOST_HEADS = 128  # of models
 
@@ -23,7 +22,7 @@ _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def check_types(q: object, k: object, v: object) -> None:
-    """Raises TypeError or ValueError for what is no plain tensor, and NotImplementedError under torch.jit.trace."""
+    """Raises TypeError or ValueError unless q, k and v are plain tensors, and NotImplementedError under torch.jit.trace."""
     if torch.jit.is_tracing():
         raise NotImplementedError(
             "sparse_flash's calls look up tables for their lengths, which torch.jit.trace turns into constants; use "
@@ -72,14 +71,14 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empt
 
 
 def looks_transposed(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether tokens seem to come before heads: more heads than models have, fewer tokens than that, and no more keys than queries.
+    """Whether tokens seem to come before heads: more heads than models have, fewer tokens, and at least as many queries as keys.
     Decoding steps and windows of images look different."""
     return min(q.shape[1], k.shape[1]) > _MOST_HEADS >= q.shape[2] and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
 
 
 def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})") -> None:
-    """Raises ValueError where back ends do not support a dtype, or where dtypes or devices differ. cast: the fix to suggest,
-    formatted with q's dtype and the other dtype."""
+    """Raises ValueError if back ends do not support a dtype, or if dtypes or devices differ. cast: the fix to suggest, formatted
+    with q's dtype and the differing dtype."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, tensor)
         if tensor.dtype != q.dtype:
@@ -90,9 +89,9 @@ def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "
 
 
 def check_shapes(shapes: str, *tensors: object) -> None:
-    """Raises ValueError where tensors do not have these shapes. None passes.
+    """Raises ValueError unless tensors have these shapes. None passes.
 
-    shapes: of all tensors, as in "q: batch tokens 64; k: batch tokens". A name is a size, the same wherever it stands.
+    shapes: of all tensors, as in "q: batch tokens 64; k: batch tokens". A name is one size throughout.
     """
     sizes: dict[str, int] = {}
     for each, x in zip(shapes.split("; "), tensors, strict=True):
@@ -106,10 +105,10 @@ def check_shapes(shapes: str, *tensors: object) -> None:
 
 
 def check_dtype(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError where back ends do not support a tensor's dtype."""
+    """Raises ValueError if back ends do not support a tensor's dtype."""
     if tensor.dtype not in _DTYPES:
         way_out = "cast with .to(torch.bfloat16)"
-        if tensor.dtype == backends.E4M3:
+        if tensor.dtype == E4M3:
             way_out = "multiply it by its scale, or pass a cache and its scales to attention_decode"
         raise ValueError(
             f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; {way_out}"
@@ -124,7 +123,8 @@ def check_head_groups(heads: int, kv_heads: int) -> None:
 
 
 def stand_in_for_empty_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the tensors; if all have a batch of 0, zeros with a batch of 1, whose other sizes ``check_tensors`` can check."""
+    """Returns the tensors, or if all have a batch of 0, zeros with a batch of 1, so that ``check_tensors`` checks the other
+    sizes."""
     if any(tensor.shape[:1] != (0,) for tensor in (q, k, v)):
         return q, k, v
     one, other, last = (tensor.new_zeros(1).expand(1, *tensor.shape[1:]) for tensor in (q, k, v))
@@ -132,7 +132,7 @@ def stand_in_for_empty_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
 
 
 def cast_for_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v in the dtype that autocast asks for, as for scaled_dot_product_attention."""
+    """Casts q, k and v to the dtype that autocast asks for, as for scaled_dot_product_attention."""
     if autocast_applies(q.device):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
@@ -145,8 +145,8 @@ def autocast_applies(device: torch.device) -> bool:
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float | None:
-    """The scale of a call; raises ValueError or TypeError for an invalid one. Within torch.compile None stays None, as head_dim may
-    be symbolic there."""
+    """Checks and returns the scale. Within torch.compile None stays None, as head_dim may be symbolic. Raises ValueError or
+    TypeError."""
     if scale is None:
         return None if torch.compiler.is_compiling() else head_dim**-0.5
     check_number("scale", scale)
@@ -157,8 +157,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float | None:
 
 
 def resolve_deterministic(deterministic: bool | None) -> bool:
-    """Resolves None. Raises TypeError for anything but a bool or None, numbers included: 1 equals True as a key of remembered
-    calls."""
+    """Resolves None. Raises TypeError unless it is a bool or None; numbers too, because 1 equals True in keys of earlier calls."""
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     if deterministic is not True and deterministic is not False:
@@ -176,7 +175,7 @@ def check_precision(precision: object) -> None:
 
 
 def check_mask(mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises ValueError where a mask was not made for these queries and keys."""
+    """Raises ValueError unless a mask was made for these numbers of queries and keys."""
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"the mask was compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; q and k have {q.shape[2]} and {k.shape[2]} "
@@ -192,30 +191,9 @@ def check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
     check_batch_and_heads(mask.mask_index.shape, q.shape[0], q.shape[1])
 
 
-def check_selection(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises ValueError where a selection was not made for these queries and keys."""
-    if (selection.q_len, selection.kv_len) != (q.shape[2], k.shape[2]):
-        raise ValueError(
-            f"the selection is of q_len={selection.q_len}, kv_len={selection.kv_len}; q and k have {q.shape[2]} and {k.shape[2]} "
-            "tokens; pass q_len= and kv_len= to BlockSelection.from_picks, or choose again for these"
-        )
-    check_selected_heads(selection, q, k)
-
-
-def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises ValueError where a selection is of another device, batch or number of heads than these queries and keys."""
-    if selection.device != q.device:
-        raise ValueError(f"the selection is on {selection.device} and q on {q.device}; use selection.to({str(q.device)!r})")
-    if selection.batch != q.shape[0] or selection.heads not in (k.shape[1], q.shape[1]):
-        raise ValueError(
-            f"picks must be of batch {q.shape[0]} and of {k.shape[1]} key heads or {q.shape[1]} query heads; got "
-            f"{tuple(selection.picks.shape)}"
-        )
-
-
 def callers_level() -> int:
-    """The ``stacklevel`` of the user's line for a warning of the function that calls this: beyond the package, and beyond torch,
-    which calls layers."""
+    """The ``stacklevel`` that makes the caller's warning point at the user's code: outside the package, and outside torch, which
+    calls layers."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith((f"{PACKAGE}.", "torch.")):
         level, frame = level + 1, frame.f_back
@@ -223,7 +201,7 @@ def callers_level() -> int:
 
 
 def refuse_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
-    """Raises ValueError for calls that ask for weights with dropout."""
+    """Raises ValueError for calls that ask for weights together with dropout."""
     if return_attn_probs and dropout_p:
         raise ValueError(
             "return_attn_probs with dropout asks for S_dmask, the matrix of weights with dropout's signs, which is never formed; "
