@@ -124,7 +124,7 @@ def clear_nonexistent(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.
 
 def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:
     """Which pairs dropout keeps, bool, in the broadcast shape of ``pairs``. Queries along q_axis and keys along the last axis come
-    16 at a time, consecutive from a multiple of 16. The variant's positions and batch-heads, if it has any, replace the call's.
+    16 at a time, consecutive from a multiple of 16.
 
     Philox-4x32-10 at the counter (batch * heads + head, 0, 0, 0), keyed by the seed's two words, gives each batch entry and head
     its words. Philox-2x32-7, keyed by the first of them, runs at the counter (q ^ the second, k ^ the third), where q and k are
@@ -133,14 +133,10 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     thread holds these four pairs in a product of NVIDIA's tensor cores, and in its transpose.
     """
     seed = cast(torch.Tensor, variant.seed)[0]
-    counted = variant.batch_heads
-    batch_head = pairs.batch * pairs.heads + pairs.head if counted is None else counted[pairs.batch, pairs.head].long()
+    batch_head = pairs.batch * pairs.heads + pairs.head
     zero = torch.zeros_like(batch_head)
     key, q_mask, k_mask, _ = philox_4x32((batch_head, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))
-    counter = (
-        _dropout_counters(pairs.query, variant.q_positions, q_axis) ^ q_mask,
-        _dropout_counters(pairs.key, variant.kv_positions, -1) ^ k_mask,
-    )
+    counter = _dropout_counters(pairs.query, q_axis) ^ q_mask, _dropout_counters(pairs.key, -1) ^ k_mask
     words = torch.broadcast_tensors(*philox_2x32(counter, key))
     threshold = round(variant.dropout_p * 2**16)
     kept = torch.stack([torch.stack([half >= threshold for half in (word & 0xFFFF, word >> 16)]) for word in words])
@@ -150,11 +146,9 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     return kept.narrow(q_axis, 0, pairs.query.shape[q_axis]).narrow(-1, 0, pairs.key.shape[-1])
 
 
-def _dropout_counters(token: torch.Tensor, positions: torch.Tensor | None, axis: int) -> torch.Tensor:
+def _dropout_counters(token: torch.Tensor, axis: int) -> torch.Tensor:
     """token // 16 * 8 + token % 8, once for the two tokens that share it."""
     first = token.movedim(axis, -1)[..., ::16, None]
-    if positions is not None:
-        first = positions[first // 16].long()
     return (first // 2 + torch.arange(8, device=token.device)).flatten(-2).movedim(-1, axis)
 
 

@@ -20,8 +20,7 @@ from ..compat.pytorch import is_plain_eager
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 # In the order in which they enter an operator.
 _NAMED = (*LENGTHS, "alibi_slopes", "rel_bias")  # as arguments of ``attention``
-_DROPOUT_POSITIONS = ("q_positions", "kv_positions", "batch_heads")
-_TENSORS = ("seed", *_NAMED, *_DROPOUT_POSITIONS, "sinks")
+_TENSORS = ("seed", *_NAMED, "sinks")
 _ONE_NUMBER = "a number, the same for all heads"
 _DROPOUT_STEPS = 1 << 16  # the resolution of a 16-bit draw
 # (score, batch, head, q_pos, k_pos, params) -> score
@@ -108,10 +107,7 @@ def _of_functions(in_torch: _TorchScore, *paths: tuple[str, str] | None) -> Scor
 class Variant(NamedTuple):
     """What a call does besides its mask. ``build_variant`` creates it and checks its values.
 
-    seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout. q_positions, kv_positions: (tokens / 16,)
-    int32, for dropout of a part of a sequence: the position in the whole sequence of the first of each 16 consecutive tokens, a
-    multiple of 16; both or neither, and all blocks are whole; None: the call's positions. batch_heads: (batch, heads) int32, batch
-    * heads + head in the whole call, for dropout; None: the call's.
+    seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout.
     q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; a token exists at or after its start and before its length.
     alibi_slopes: (batch, heads), rel_bias: (heads, 2 * max_distance + 1), both float32, or float64 for float64 inputs.
     learned: whether rel_bias needs a gradient. softcap: 0 for none. score_mod, score_params: the user's function and its tensors.
@@ -126,9 +122,6 @@ class Variant(NamedTuple):
     kv_lens: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     rel_bias: torch.Tensor | None = None
-    q_positions: torch.Tensor | None = None
-    kv_positions: torch.Tensor | None = None
-    batch_heads: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # the last of _TENSORS
     score_params: tuple[torch.Tensor, ...] = ()
     score_mod: ScoreFunction | None = None
@@ -146,7 +139,6 @@ class Variant(NamedTuple):
         """The arguments of ``attention`` that a back end must support for this call."""
         used = [name for name in self.names() if name in _NAMED]
         used += ["dropout_p"] * (self.seed is not None)
-        used += [PARTIAL_DROPOUT] * (self.q_positions is not None or self.batch_heads is not None)
         used += ["softcap"] * (self.softcap != 0) + ["score_mod"] * (self.score_mod is not None) + [LEARNED] * self.learned
         return tuple(used)
 
@@ -208,7 +200,6 @@ class Variant(NamedTuple):
 NO_VARIANT: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
 LEARNED = "gradient-of-rel_bias"
 _LEARNED_SINKS = "gradient-of-sinks"
-PARTIAL_DROPOUT = "dropout of a part of a sequence"
 
 
 def build_variant(

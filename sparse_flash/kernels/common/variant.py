@@ -12,8 +12,8 @@ class KernelVariant(NamedTuple):
     """A variant's pointers and numbers. Which fields are None is fixed at compile time.
 
     seed: int64, used with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
-    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE. q_positions, kv_positions:
-    (tokens / 16,) int32, batch_heads: (batch, heads) int32, for dropout: see ``Variant``. sinks: (heads,), of forward passes.
+    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE. sinks: (heads,), of forward
+    passes.
     """
 
     seed: Any = None
@@ -27,9 +27,6 @@ class KernelVariant(NamedTuple):
     rel_bias: Any = None
     rel_bias_gradient: Any = None
     params: Any = None
-    q_positions: Any = None
-    kv_positions: Any = None
-    batch_heads: Any = None
     sinks: Any = None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -62,9 +59,6 @@ def kernel_variant(
         variant.rel_bias,
         rel_bias_gradient,
         variant.score_params or None,
-        variant.q_positions,
-        variant.kv_positions,
-        variant.batch_heads,
         sinks,
     )
     switches = {

@@ -178,7 +178,7 @@ def _compute_grad_q(slot, batch_head, tensors, dq_tensor, scale, rows, table, si
     if tensors.delta is not None:
         tl.store(tensors.delta + first_row + query, delta, mask=query < sizes.q_len)
     dq = tl.zeros([TILE_M, sizes.DIM], tl.float32)
-    operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(variant, tile, sizes))
+    operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(variant, tile))
     beyond = ()
     if variant.rel_bias_gradient is not None:
         beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
@@ -334,7 +334,7 @@ def _compute_grad_kv(slot, batch_head, tensors, dk_tensor, dv_tensor, scale, row
     for member in range(sizes.group):
         head = kv_head * sizes.group + member
         tile = Tile(batch, head, kv_head, batch * sizes.heads + head, first)
-        stream = dropout_stream(variant, tile, sizes)
+        stream = dropout_stream(variant, tile)
         first_row = tile.batch_head.to(tl.int64) * sizes.q_len
         if table.SPARSE:
             bounds = row_bounds(rows, load_mask_number(rows, batch, head), first // table.BLOCK)

@@ -113,7 +113,7 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
     state = init_softmax(TILE_M, sizes.DIM_V)
     valid, valid_keys = load_axis_ranges(tile.first, tile.batch, sizes, variant)
-    operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile, sizes))
+    operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile))
     state = add_row(_add_keys, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
     if variant.sinks is not None:
         state = add_sink(state, tl.load(variant.sinks + tile.head))
