@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 import sparse_flash as sf
 from sparse_flash.core.definition import Pairs, kept_by_dropout
 from sparse_flash.core.variant import build_variant
-from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
+from sparse_flash.integrations import block_sparse_attn, flash_attn
 
 try:
     import triton
@@ -633,17 +633,6 @@ def block_sparse_call(sizes: Sizes) -> Call:
     return Call(tuple(inputs), run, lambda *t: dense_attention(*t, pairs)[:1], (starts, kept))
 
 
-def pytorch_call(sizes: Sizes) -> Call:
-    """The drop-in for PyTorch's ``scaled_dot_product_attention``."""
-
-    def run(q, k, v):
-        return (sdpa.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),)
-
-    # PyTorch aligns the first query with the first key.
-    kept = torch.ones(sizes.q_len, sizes.kv_len, dtype=torch.bool, device=DEVICE).tril()
-    return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, kept)[:1])
-
-
 def model(sizes: Sizes) -> Call:
     """A tiny model of Transformers under a mask, from embeddings to logits."""
     import transformers
@@ -701,7 +690,6 @@ ENTRIES: dict[str, Callable[[Sizes], Call]] = {
         layer,
         flash_attn_call,
         block_sparse_call,
-        pytorch_call,
         model,
     )
 }

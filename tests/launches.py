@@ -154,13 +154,12 @@ def in_torch(score, batch, head, q_pos, k_pos, params):
 OWN = {"score_mod": sf.ScoreFunction(in_torch, by_pair, derivative_of_by_pair), "score_params": (torch.zeros(4),)}
 
 
-def variant_of(names: str, batch: int = 1, heads: int = 2, tokens: int = 1024) -> Variant | None:
+def variant_of(names: str, batch: int = 1, heads: int = 2) -> Variant | None:
     """names: of what a call adds, separated by spaces; none: None."""
-    lengths, positions = torch.zeros(batch, dtype=torch.int32), torch.zeros(-(-tokens // 16), dtype=torch.int32)
+    lengths = torch.zeros(batch, dtype=torch.int32)
     of_heads = torch.zeros(batch, heads)
     every = {
         "dropout": {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5},
-        "positions": {"q_positions": positions, "kv_positions": positions, "batch_heads": of_heads.int()},
         "lengths": dict.fromkeys(("q_starts", "q_lens", "kv_starts", "kv_lens"), lengths),
         "alibi": {"alibi_slopes": of_heads},
         "softcap": {"softcap": 2.0},

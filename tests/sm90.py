@@ -74,7 +74,6 @@ def portable() -> Cases:
     yield case("of_sinks", 64, "causal", adds="sinks", passes=("forward",))
     yield case("of_terms", 64, adds=f"{EVERY_TERM} bias")
     yield case("of_terms", 64, "causal", adds=f"{EVERY_TERM} frozen_bias", passes=("one",))
-    yield case("of_positions", 128, "causal", adds="dropout positions")
 
 
 def hopper(

@@ -1,4 +1,4 @@
-"""topk_blocks: the blocks of keys that matter most, chosen while the model runs, for blocks of queries or for each query."""
+"""topk_blocks: chooses the blocks of keys that score highest, for blocks of queries or for each query."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def topk_blocks(
     max_seqlen_q: int | None = None,
     compression: tuple[int, int] | None = None,
     lse: torch.Tensor | None = None,
-) -> Any:  # as the docstring says; a union of the three would ask for a cast at each call
-    """The blocks of keys that matter most, chosen by scores: a mask for blocks of queries, or a selection for each query.
+) -> Any:  # as the docstring says; a union of the three would need a cast at each call
+    """Chooses the blocks of keys that score highest. Returns a mask for blocks of queries, or a selection for each query.
 
     With every=None, blocks of queries choose, and the result is a BlockMask:
 
-    Queries and keys are averaged per block, in float32 (a partial last block over its own tokens). For each block of queries, the
-    ``keep`` blocks of keys whose means score highest are kept, and in them the pairs that ``within`` keeps. Some blocks are
-    always kept, even beyond ``keep``, and count first: the queries' own block (when the numbers of queries and keys differ, the two
-    blocks that the queries' positions fall in), and each block in which ``always`` keeps a pair; both only where ``within`` keeps a
-    pair. So a query that ``within`` lets see itself always does. Of equal scores the first block is kept.
+    Queries and keys are averaged per block, in float32 (a partial last block over its tokens). Each block of queries keeps the
+    ``keep`` blocks of keys whose means score highest, and in them the pairs that ``within`` keeps. It always keeps the block at the
+    queries' positions (two blocks if the numbers of queries and keys differ), and each block in which ``always`` keeps a pair, both
+    only where ``within`` keeps a pair. These count first towards ``keep``, and may exceed it. So a query that may see itself under
+    ``within`` does. Of equal scores, the first block is kept.
 
     With every=1, each query chooses, and the result is a BlockSelection, which is causal:
 
@@ -59,16 +59,16 @@ def topk_blocks(
     before its own begins. ``keep`` counts its own block and the best ones, not ``always``. Of equal scores the first block is kept.
     No pick, and nothing that a query sees, depends on later tokens.
 
-    q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. As for ``attention``,
-    the last query is aligned with the last key.
+    q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. As for ``attention``, the
+    last query is aligned with the last key.
     keep: how many blocks; with every=None also a float in (0, 1], the share of the row's blocks that ``within`` keeps, rounded up.
     every: None or 1.
     block_size: keys of a block, and queries with every=None: a power of two in 16..256; of a selection also 512.
     within: with every=None, the pairs that may be kept: causal by default, None for all; a Pattern, its spec text or a BlockMask of
     one mask, with these lengths and this block size.
-    always: what is always kept, e.g. "sinks(4) | local(256)"; same types as ``within``.
+    always: pairs to keep in any case, e.g. "sinks(4) | local(256)"; same types as ``within``.
     share_group: choose once for the query heads that share keys, by the mean of their scores.
-    score: of a selection, "mean", products of queries with mean keys; "max", a query's largest product with a key of the block; or
+    score: of a selection: "mean", products of queries with mean keys; "max", a query's largest product with a key of the block; or
     "softmax", the weight that attention to compressed keys gives to the block's tokens, at scale 1 / sqrt(head_dim), summed over
     the query heads that share a choice. k is then (batch, kv_heads, n, head_dim), the compressed keys, and kv_len the tokens that
     they are of, q_len by default.
@@ -84,17 +84,17 @@ def topk_blocks(
     its first token.
 
     Returns a BlockMask of (batch, heads), of (1, heads) for a batch of 0, or a BlockSelection of (batch, kv_heads | heads), on q's
-    device, to pass to ``attention`` with the same q and k; of packed documents a PackedSelection, for ``attention_varlen``. The
-    choice is not differentiated. Launches only tensor operations and kernels of fixed shapes: no host synchronization, safe under
-    CUDA graphs, provided that patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``). A
-    selection's choice streams: no tensor of all queries and blocks is made. Under activation checkpointing see ``keep_picks``.
+    device, to pass to ``attention`` with the same q and k; for packed documents a PackedSelection, for ``attention_varlen``. The
+    choice is not differentiated. There is no host synchronization, and a CUDA graph may capture the call if patterns were used once
+    with these lengths before (see ``BlockMask.from_blocks``). A selection's choice streams: no tensor of all queries and blocks is
+    made. Under activation checkpointing see ``keep_picks``.
 
-    Of a mask under causal, later keys do not influence the choice of blocks: the only block with later keys is the queries' own,
-    which is always kept. But all queries of a block share one choice, which therefore depends on later queries of the block, as in
-    the sources. This does not matter for a known prompt; in training, a choice, though no value, may depend on tokens up to
-    block_size - 1 later. A selection has no such dependence.
+    For a mask under causal, later keys do not influence the choice: the only block with later keys is at the queries' positions,
+    and always kept. But the queries of a block share one choice, which depends on all of them, as in the sources. In training, a
+    choice, though no value, may thus depend on tokens up to block_size - 1 later; for a known prompt this does not matter. A
+    selection has no such dependence.
 
-    Under autocast, q and k are cast as for ``attention``; products are computed as without it.
+    Under autocast, q and k are cast as for ``attention``; products are computed without autocast.
 
     Raises ValueError for arguments that do not fit together, TypeError for wrong types.
 
