@@ -73,7 +73,6 @@ def portable() -> Cases:
     yield case("of_sinks", 64, "causal", adds="sinks", passes=("forward",))
     yield case("of_terms", 64, adds=f"{EVERY_TERM} bias")
     yield case("of_terms", 64, "causal", adds=f"{EVERY_TERM} frozen_bias", passes=("one",))
-    yield case("of_positions", 128, "causal", adds="dropout positions")
 
 
 def hopper(
@@ -156,15 +155,15 @@ def decoding() -> Cases:
 
 
 def selections() -> Cases:
-    # heads, key heads, head_dim, block, every, always
-    cases = [(16, 4, dim, block, 1, None) for dim, block in ((64, 64), (128, 64), (128, 128))]
-    cases += [(16, 4, 128, 128, 16, None), (16, 4, 128, 256, 1, None), (16, 4, 128, 64, 1, "sinks(4) | local(128)")]
+    # heads, key heads, head_dim, block, always
+    cases = [(16, 4, dim, block, None) for dim, block in ((64, 64), (128, 64), (128, 128))]
+    cases += [(16, 4, 128, 256, None), (16, 4, 128, 64, "sinks(4) | local(128)")]
     for case in cases:
-        heads, kv_heads, dim, block, every, always = case
+        heads, kv_heads, dim, block, always = case
         shape = Shape(1, heads, kv_heads, TOKENS, TOKENS, dim)
         of_hopper = (False, True) if block in selection_hopper.BLOCK_SIZES else (False,)
         always = mask_of(always, min(block, 256))
-        call = partial(launches.selected_attention, shape, 16, block, every, always, of_hopper, always is None)
+        call = partial(launches.selected_attention, shape, 16, block, always, of_hopper, always is None)
         yield "", dim, case, call
         for page in (0, 64):
             yield "", dim, case, partial(launches.selected_decoding, shape._replace(q_len=1), 16, block, page)
@@ -192,7 +191,7 @@ def choosers() -> Cases:
         def call(chooser=chooser, dim=dim):
             features, grid = launches.features_of(Shape(1, 32, 8, TOKENS, TOKENS, dim), chooser, True)
             for by in (log_sums, hopper_log_sums):
-                log_sums.scores_of_blocks(features, grid.kv_blocks, 0, grid.q_blocks, False, False, by)
+                log_sums.scores_of_blocks(features, grid.kv_blocks, 0, grid.q_blocks, by)
 
         yield "", dim, (chooser, dim), call
 

@@ -130,12 +130,12 @@ def choosers() -> None:
             features, grid = launches.features_of(shape, chooser, causal)
             for low in {0, grid.q_blocks - 1}:
                 of = replace(features, bounds=bounds), grid.kv_blocks, low, grid.q_blocks
-                scores = log_sums.scores_of_blocks(*of, causal, shape.heads > shape.kv_heads, log_sums)
+                scores = log_sums.scores_of_blocks(*of, log_sums)
                 if not isinstance(chooser, Pooled):
-                    log_sums.scores_of_blocks(*of, causal, False, hopper_log_sums)
+                    log_sums.scores_of_blocks(*of, hopper_log_sums)
         words, counts = torch.zeros(grid.q_blocks, -(-grid.kv_blocks // 32), dtype=torch.int32), torch.zeros(grid.q_blocks).int()
         bits = torch.zeros(shape.batch, shape.heads, *words.shape, dtype=torch.int32)
-        for rule in ("keep", "mass", "floor", "relative", "budget"):
+        for rule in ("keep", "mass", "floor", "budget"):
             rules.apply_rule(scores, words, words, counts, bits, 0, rule, 0.5, rule == "keep")
         table = compile_mask("causal", shape.q_len, shape.kv_len, 64)
         whole = torch.zeros(shape.batch * shape.heads, *grid.shape, dtype=torch.bool)

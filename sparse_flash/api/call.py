@@ -38,19 +38,19 @@ from ..masks.pattern import Pattern, short_text
 from ..selection.block_selection import BlockSelection, check_selection
 from .shared import SharedSequence
 
-# Called with the mask, q and k of each call outside of graphs, while a model's masks are recorded. A mask is what ``attention``
-# computes under, after choosers have chosen: a table, or the pattern that it is compiled from.
+# While a model's masks are recorded, called with the mask, q and k of each call outside of graphs. The mask is a table, after
+# choosers have chosen, or the pattern that the table is compiled from.
 observers: list[Callable[[Any, torch.Tensor, torch.Tensor], None]] = []
 
 
 def observe(mask: object, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Tells the observers. q, k: of a batch, or packed documents, (tokens, heads, head_dim)."""
+    """Calls the observers. q, k: of a batch, or packed documents, (tokens, heads, head_dim)."""
     for observer in observers:
         observer(mask, *(operators.documents_as_batch(t) if t.dim() == 3 else t for t in (q, k)))
 
 
-# From ``layouts`` that ``check_tensors`` or ``check_decoding_tensors`` has passed to an object that replaces them in keys, as its
-# hash takes no time. At _MOST entries, all are dropped.
+# By ``layouts`` that ``check_tensors`` or ``check_decoding_tensors`` accepted: an object that replaces them in keys, as it hashes
+# faster. At _MOST entries, all are dropped.
 fitting: dict[Hashable, object] = {}
 _MOST = 4096
 register_clear(fitting.clear)
@@ -67,10 +67,10 @@ def build_call(
     precision: str | None,
     variant_arguments: dict[str, Any],
 ) -> AttentionCall:
-    """Returns the record of an ``sf.attention`` call. variant_arguments: the keywords of ``build_variant``, {} for none.
+    """Returns the record of an ``sf.attention`` call. variant_arguments: the keywords of ``build_variant``, or {}.
 
-    Raises ValueError for arguments that do not fit together, TypeError for wrong types. The shapes of calls that are like earlier
-    ones are not checked again.
+    Raises ValueError for arguments that do not fit together, TypeError for wrong types. Layouts of earlier calls are not checked
+    again.
     """
     of_inputs = _layouts_if_plain(q, k, v, variant_arguments)
     fits = fitting.get(of_inputs)
@@ -139,8 +139,8 @@ def _check_table(call: AttentionCall, table: BlockMask) -> None:
 def _layouts_if_plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant_arguments: dict[str, Any]
 ) -> tuple[object, ...] | None:
-    """``layouts`` of q, k and v; None where a compiler, a mode or a transform has to see the operator, and for what is no plain
-    tensor."""
+    """``layouts`` of q, k and v; None if a compiler, a mode or a transform has to see the operator, and for other than plain
+    tensors."""
     more = [value for value in variant_arguments.values() if isinstance(value, torch.Tensor)]
     params = variant_arguments.get("score_params")
     if isinstance(params, tuple):
@@ -162,7 +162,7 @@ def remember_fitting(of_inputs: Hashable) -> object:
 def _check_selection_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, variant_arguments: dict[str, Any]
 ) -> Variant | None:
-    """The variant of a call of a selection, which has sinks at most."""
+    """Checks a call with a selection, and returns its variant, which has at most sinks."""
     nothing = int, float, tuple, list  # 0 and () change nothing
     sinks = variant_arguments.get("sinks")
     changes = {name: value for name, value in variant_arguments.items() if name != "sinks"}
@@ -177,7 +177,7 @@ def _check_selection_call(
 def _choose(
     spec: Pattern | str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, variant_arguments: dict[str, Any]
 ) -> BlockMask | ChosenBlocks:
-    """Chooses blocks from q and k. Warns if training would then see the future."""
+    """Chooses blocks from q and k. Warns if training would thus see later tokens."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         _warn_of_later_keys(spec)
     given: dict[str, Any] = {name: variant_arguments.get(name) for name in LENGTHS}
@@ -187,7 +187,7 @@ def _choose(
 
 
 def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
-    """The pattern's table for these lengths; where the operator is visible, the pattern's spec text if it has one."""
+    """The pattern's table for these lengths; if the operator is visible, the pattern's spec text, if it has one."""
     if not operators.needs_operator():
         return compile_cached(pattern, q_len, kv_len, operators.DEFAULT_BLOCK_SIZE, device)
     # Not through as_block_mask, which torch.compile would trace into its dispatch.
@@ -196,7 +196,7 @@ def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torc
 
 
 def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:
-    """Raises ValueError for a precision that does not exist, or that does not apply to these arguments."""
+    """Raises ValueError for an unknown precision, or one that does not apply to these arguments."""
     check_precision(precision)
     if isinstance(mask, BlockSelection):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Decoding: one or a few queries of each sequence against a long cache of keys and values, contiguous or in pages."""
+"""Decoding: a few queries of each sequence over a long cache of keys and values, contiguous or paged."""
 
 from __future__ import annotations
 
@@ -45,43 +45,42 @@ def attention_decode(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the last tokens of each sequence to all its tokens, read from a cache; forward only.
+    """Computes attention of the last tokens of each sequence to all its tokens in a cache; forward only.
 
     q: (batch, heads, q_len, head_dim), q_len up to 64: the queries of the last q_len tokens of each sequence, whose keys and values
     are already in the cache.
     k, v: the cache, (batch, kv_heads, capacity, head_dim); kv_heads divides heads. With ``block_table`` in pages, (pages, kv_heads,
-    page_size, head_dim), page_size a power of two. v may have its own head_dim, which is also out's. A cache in the order of vLLM
-    and FlashAttention, (pages, page_size, kv_heads, head_dim), is passed as ``k.transpose(1, 2)``. Any strides; a contiguous last
+    page_size, head_dim), page_size a power of two. v may have another head_dim, which is also out's. Pass a cache in the order of
+    vLLM and FlashAttention, (pages, page_size, kv_heads, head_dim), as ``k.transpose(1, 2)``. Any strides; a contiguous last
     dimension avoids a copy.
     kv_lens: (batch,) int32 or int64 on the device of q, the token count of each sequence; None: the capacity. A length past the
-    capacity counts as the capacity, a negative one as 0; on a CPU a negative one raises ValueError. Cache contents past a length
-    are never used, not even NaN.
-    kv_starts: (batch,) int32 or int64 on the device of q, the index of each sequence's first token in a cache without pages, padded
-    before it; None, or negative: 0. Positions count from there, kv_lens from the cache's first token.
+    capacity counts as the capacity, a negative length as 0; on a CPU a negative length raises ValueError. Cache contents past a
+    length are never used, and may be NaN.
+    kv_starts: (batch,) int32 or int64 on the device of q, the index of each sequence's first token in a left-padded cache without
+    pages; None, or negative: 0. Positions count from there, kv_lens from the cache's first token.
     block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
-    ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not
-    read.
-    k_scale, v_scale: given if and only if k and v are of torch.float8_e4m3fn. A key is what k holds times its scale, a value what v
-    holds times its own. float32 on the device of q, of shape (batch, kv_heads), or with pages (pages, kv_heads); with the
-    cache's third dimension as well, each token has a scale. A size of 1 serves all. Products are in float32 if q is, otherwise in
-    float16, which holds e4m3 exactly.
+    ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not read.
+    k_scale, v_scale: given if and only if k and v are of torch.float8_e4m3fn: a stored number times its scale is the key or the
+    value. float32 on the device of q, of shape (batch, kv_heads), or with pages (pages, kv_heads); with the cache's third dimension
+    as well, each token has a scale. Sizes of 1 broadcast. Products are in float32 if q is, otherwise in float16, which holds e4m3
+    exactly.
     mask: a Pattern or its spec text, which must fit a sequence of the capacity if kv_lens is None, and on a CPU the lengths in
     kv_lens; None for dense attention, in which all queries see all keys; a BlockMask, square and covering the capacity; or a
-    BlockSelection, the blocks of the cache that these queries picked, without ``always`` and kv_starts. Query i has position
-    ``kv_lens[b] - kv_starts[b] - q_len + i``; a key's position is its index in the sequence. A query at a negative position
-    keeps nothing.
+    BlockSelection without ``always``, the blocks of the cache that these queries picked, if kv_starts is None. Query i has position
+    ``kv_lens[b] - kv_starts[b] - q_len + i``; a key's position is its index in the sequence. A query at a negative position keeps
+    nothing.
     scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, as in ``attention``.
-    backend: as for ``attention``; "hopper" and "triton" share one kernel here. Of a BlockSelection they and "torch" read the picked
-    blocks and no others, so attention costs no more as the cache grows.
+    backend: as for ``attention``; "hopper" and "triton" share one kernel here. Under a BlockSelection, they and "torch" read only
+    the picked blocks, so attention costs the same as the cache grows.
 
     Returns out, like q but with v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. The batch, the
     queries and the cache may be empty. Raises ValueError for arguments that do not fit together and for tensors that require a
     gradient, TypeError for wrong types. There is no autocast: the caller casts q to the dtype of a cache that is not e4m3.
 
     A pattern is compiled once, to the square table of the capacity rounded up by at most an eighth; each call reads the rows of its
-    queries, so a cache that grows within its capacity compiles nothing. No call synchronizes with the device, and a CUDA graph may
-    capture it. The table takes 16 bytes per kept block (128 x 128) at or before the diagonal: 2 MiB for a pattern that keeps all of
-    the past at 65,536 tokens, 0.5 GiB at a million. "causal" itself and "full" need no table.
+    queries, so growing sequences compile nothing. No call synchronizes with the device, and a CUDA graph may capture it. The table
+    takes 16 bytes per kept block (128 x 128) at or before the diagonal: 2 MiB for a pattern that keeps all of the past at 65,536
+    tokens, 0.5 GiB at a million. "causal" and "full" need no table.
 
     Sources: arXiv:2309.06180 (paged caches), https://pytorch.org/blog/flash-decoding (keys shared among programs).
     """
@@ -123,7 +122,7 @@ def attention_decode(
 
 
 def _check_empty_call(mask: object, capacity: int, q: torch.Tensor, backend: str) -> None:
-    """Raises as a call with queries and keys does for a mask of another type, text that cannot be read, and unknown back ends."""
+    """Raises the errors of other calls for masks of wrong types, invalid text, and unknown back ends."""
     if isinstance(mask, str):
         text_of(mask)
     elif isinstance(mask, BlockMask):

@@ -1,4 +1,4 @@
-"""What to write for keywords that other libraries' attention takes."""
+"""Advice for keywords that other libraries' attention takes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ADVICE = {
 
 
 def advises(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: adds what to write to Python's error for keywords of ``_ADVICE``. Type checkers see the function's signature."""
+    """Decorator: adds advice to Python's error for unknown keywords. Type checkers see the function's signature."""
     known = inspect.signature(function).parameters
 
     @wraps(function)

@@ -48,7 +48,7 @@ def attention_varlen(
     deterministic: bool | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """``attention`` within each of several documents, packed one after another, each under the mask for its own length.
+    """``attention`` within each of several packed documents, each under the mask for its length.
 
     q: (tokens, heads, head_dim). k: (tokens_k, kv_heads, head_dim); kv_heads divides heads. v: (tokens_k, kv_heads, v_head_dim);
     v_head_dim may differ from head_dim. All share one dtype and device.
@@ -56,32 +56,31 @@ def attention_varlen(
     past that end belong to no document, and have no effect as long as they, their products and their incoming gradients are finite.
     cu_seqlens_k: the same for k and v; None: cu_seqlens_q. If a document's numbers of queries and keys differ, its last query has
     the position of its last key.
-    mask: a Pattern or its spec text, made of position-based rules, one for all heads; one that names a number of tokens must fit
-    every document, which is checked on a CPU alone; None for all pairs within a document; or the PackedSelection of
+    mask: a Pattern or its spec text, made of position-based rules, the same for all heads; if it names a number of tokens, it must
+    fit every document, which is checked only on a CPU; None for all pairs within a document; or the PackedSelection of
     ``topk_blocks`` for these documents, whose queries and keys belong to the same tokens.
     max_seqlen_q, max_seqlen_k: upper bounds on document lengths; the token counts by default. They bound the table, which is
-    compiled once for each power of two of 128-token blocks, and the memory of the table derived from it. That is kept while the
-    tensors of cu_seqlens live and are unchanged by operations of PyTorch; after other writes to them, call
+    compiled once for each power of two of 128-token blocks, and the memory of the table derived from it. The derived table is
+    cached while the tensors of cu_seqlens live and PyTorch does not change them; after other writes to them, call
     ``torch.autograd.graph.increment_version``.
     scale, return_lse, deterministic, backend: as for ``attention``, and so is autocast.
     return_block_lse: of a PackedSelection, also return last, for each block that a token picked, the lse of its scores in it:
     (heads, tokens, picks), in the order of its picks.
 
     Returns out, (tokens, heads, v_head_dim), or (out, lse) with lse (heads, tokens), as in ``attention``. Both are differentiable
-    in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient. There may be no
+    in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient. Tensors may have 0
     tokens.
 
     On a GPU, new lengths need no synchronization and no compilation of kernels or masks, and may change under a CUDA graph (call it
-    once before capturing, as the first call compiles). Hence lengths cannot be checked there: where cu_seqlens decrease or exceed
-    the token count they are clamped, and a document longer than the maximum uses only its first tokens. On a CPU both raise
-    ValueError. Arguments that do not fit together raise ValueError everywhere, wrong types TypeError.
+    once before capturing, as the first call compiles). So lengths are not checked there: decreasing cu_seqlens, or ones past the
+    token count, are clamped, and a document longer than the maximum uses only its first tokens. On a CPU both raise ValueError.
+    Arguments that do not fit together raise ValueError everywhere, wrong types TypeError.
 
-    If each query keeps one run of keys and runs ascend (causal, local, prefix, full and their intersections), a GPU attends to
-    documents in place, in blocks that neighbours may share: masked values are multiplied by a weight of 0 there, so infinities and
-    NaN in one document, or past the last, can reach a neighbour. Under other patterns and on a CPU, documents are moved to blocks
-    of their own and back, which copies q, k, v and the results; each document takes whole blocks of 128 tokens there. Under a
-    PackedSelection documents are moved too. Infinities and NaN can still reach documents nearby there if the query heads that share
-    a choice are not a power of two, or next to ``always`` on the back end torch.
+    If each query keeps one run of keys and runs ascend (causal, local, prefix, full and their intersections), documents stay in
+    place, in blocks that neighbours may share. Masked values get a weight of 0 there, so infinities and NaN in one document, or
+    past the last, can reach a neighbour. Under other patterns, documents are copied to separate blocks of 128 tokens, and results
+    back. Under a PackedSelection documents are copied too; infinities and NaN can still reach documents nearby if the number of
+    query heads that share a choice is not a power of two, or with ``always`` on the back end torch.
 
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """

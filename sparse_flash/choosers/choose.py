@@ -38,11 +38,6 @@ from .rules_torch import Limits
 _HELD = 1 << 26  # logits that PyTorch operations hold at a time
 
 
-def _in_whole_groups(heads: list[int], group: int) -> bool:
-    """Whether these are all of the heads that share keys with some of them."""
-    return len({head // group for head in heads}) * group == len(heads)
-
-
 def _take_heads(x: Tensor, heads: list[int]) -> Tensor:
     """These heads of x, (batch, heads, ...). By slices: a tensor of their numbers would be copied from the host."""
     return torch.cat([x[:, head : head + 1] for head in heads], 1)
@@ -50,7 +45,7 @@ def _take_heads(x: Tensor, heads: list[int]) -> Tensor:
 
 def _select_heads(content: Content, heads: list[int]) -> Content:
     keys = [head // content.group for head in heads]
-    if _in_whole_groups(heads, content.group):
+    if len(set(keys)) * content.group == len(keys):  # in whole groups
         keys = keys[:: content.group]
     scores = None if content.user_scores is None else _take_heads(content.user_scores, heads)
     return content._replace(q=_take_heads(content.q, heads), k=_take_heads(content.k, keys), user_scores=scores)
@@ -149,11 +144,6 @@ def _choose_by_head(choices: tuple[HeadChoice, ...], content: Content) -> Tensor
     made: dict[int, Tensor] = {}
     for choice in dict.fromkeys(choices):
         heads = [head for head, other in enumerate(choices) if other == choice]
-        if any(chooser.share_group for chooser in choice.choosers) and not _in_whole_groups(heads, content.group):
-            raise ValueError(
-                f"under share_group=True, the {content.group} query heads that share keys must have one chooser; it is of heads "
-                f"{heads} alone; write it for all heads of a group, or leave share_group out"
-            )
         made |= zip(heads, _apply_choice(choice, _select_heads(content, heads)).split(1, 1), strict=True)
     return torch.cat([made[head] for head in range(len(choices))], 1)
 
@@ -235,17 +225,16 @@ def _add_kept_blocks(
     kept: Tensor, scores: Tensor, limits: Limits, first: int, rule: tuple[str, int | float], after_others: bool
 ) -> None:
     """Adds the blocks that a rule keeps to ``kept``, and the blocks that are kept in any case. scores: of the rows from ``first``
-    on, of heads or of key heads. after_others: whether these rows have blocks of other choosers."""
+    on. after_others: whether these rows have blocks of other choosers."""
     if kept.dtype == torch.bool:
         some = slice(first, first + scores.shape[2])
-        mine = rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], *rule)
-        torch.unflatten(kept, 1, (mine.shape[1], -1))[:, :, :, some] |= mine[:, :, None]
+        kept[:, :, some] |= rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], *rule)
     else:
         rules_kernels.write_kept_blocks(scores, limits, kept, first, *rule, after_others)
 
 
 def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iterator[tuple[int, Tensor]]:
-    """(low, scores of the blocks of queries from ``low`` on), chunk by chunk; of key heads if they share the choice."""
+    """(low, scores of the blocks of queries from ``low`` on), chunk by chunk."""
     features, grid, batch_heads = chooser.compared_features(content), content.grid, content.q.shape[0] * content.q.shape[1]
     score: Callable[[int, int], Tensor]
     if features is None:
@@ -253,17 +242,13 @@ def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iter
         step, score = grid.q_blocks, lambda low, high: given
     elif with_kernels:
         step = rules_kernels.MOST_BYTES // (batch_heads * grid.kv_blocks * (4 + 4 * features.per_q_block))
-        shared = bool(chooser.share_group) and content.group > 1
-        score = partial(rules_kernels.score_blocks, features, grid, reduce=chooser.reduction, shared=shared)
+        score = partial(rules_kernels.score_blocks, features, grid)
     else:
         step = _HELD // (batch_heads * features.per_q_block * features.column_count)
-        score = partial(rules_torch.score_blocks, features, grid, reduce=chooser.reduction)
+        score = partial(rules_torch.score_blocks, features, grid)
     for low in range(0, grid.q_blocks, max(1, step)):
         with without_autocast(content.q):
-            scores = score(low, min(low + max(1, step), grid.q_blocks))
-        # Kernels have taken the largest of a group's heads.
-        is_whole = not chooser.share_group or scores.shape[1] == content.k.shape[1]
-        yield low, scores if is_whole else torch.unflatten(scores, 1, (-1, content.group)).amax(2)
+            yield low, score(low, min(low + max(1, step), grid.q_blocks))
 
 
 def _mask_missing_keys(scores: Tensor, content: Content) -> Tensor:

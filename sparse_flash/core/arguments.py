@@ -1,5 +1,5 @@
-"""Checks that several calls share: tensors, dtypes, devices, scales, sinks, masks. Each error says what must be passed, what was
-passed, and the way out."""
+"""Checks that several calls share: tensors, dtypes, devices, scales, masks. Each error says what an argument must be, what it was,
+and what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def check_types(q: object, k: object, v: object) -> None:
-    """Raises TypeError or ValueError for what is no plain tensor, and NotImplementedError under torch.jit.trace."""
+    """Raises TypeError or ValueError unless q, k and v are plain tensors, and NotImplementedError under torch.jit.trace."""
     if torch.jit.is_tracing():
         raise NotImplementedError(
             "sparse_flash's calls look up tables for their lengths, which torch.jit.trace turns into constants; use "
@@ -71,14 +71,14 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empt
 
 
 def looks_transposed(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether tokens seem to come before heads: more heads than models have, fewer tokens than that, and no more keys than queries.
+    """Whether tokens seem to come before heads: more heads than models have, fewer tokens, and at least as many queries as keys.
     Decoding steps and windows of images look different."""
     return min(q.shape[1], k.shape[1]) > _MOST_HEADS >= q.shape[2] and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
 
 
 def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})") -> None:
-    """Raises ValueError where back ends do not support a dtype, or where dtypes or devices differ. cast: the fix to suggest,
-    formatted with q's dtype and the other dtype."""
+    """Raises ValueError if back ends do not support a dtype, or if dtypes or devices differ. cast: the fix to suggest, formatted
+    with q's dtype and the differing dtype."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, tensor)
         if tensor.dtype != q.dtype:
@@ -89,9 +89,9 @@ def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "
 
 
 def check_shapes(shapes: str, *tensors: object) -> None:
-    """Raises ValueError where tensors do not have these shapes. None passes.
+    """Raises ValueError unless tensors have these shapes. None passes.
 
-    shapes: of all tensors, as in "q: batch tokens 64; k: batch tokens". A name is a size, the same wherever it stands.
+    shapes: of all tensors, as in "q: batch tokens 64; k: batch tokens". A name is one size throughout.
     """
     sizes: dict[str, int] = {}
     for each, x in zip(shapes.split("; "), tensors, strict=True):
@@ -105,7 +105,7 @@ def check_shapes(shapes: str, *tensors: object) -> None:
 
 
 def check_dtype(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError where back ends do not support a tensor's dtype."""
+    """Raises ValueError if back ends do not support a tensor's dtype."""
     if tensor.dtype not in _DTYPES:
         way_out = "cast with .to(torch.bfloat16)"
         if tensor.dtype == E4M3:
@@ -123,7 +123,8 @@ def check_head_groups(heads: int, kv_heads: int) -> None:
 
 
 def stand_in_for_empty_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the tensors; if all have a batch of 0, zeros with a batch of 1, whose other sizes ``check_tensors`` can check."""
+    """Returns the tensors, or if all have a batch of 0, zeros with a batch of 1, so that ``check_tensors`` checks the other
+    sizes."""
     if any(tensor.shape[:1] != (0,) for tensor in (q, k, v)):
         return q, k, v
     one, other, last = (tensor.new_zeros(1).expand(1, *tensor.shape[1:]) for tensor in (q, k, v))
@@ -131,7 +132,7 @@ def stand_in_for_empty_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
 
 
 def cast_for_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v in the dtype that autocast asks for, as for scaled_dot_product_attention."""
+    """Casts q, k and v to the dtype that autocast asks for, as for scaled_dot_product_attention."""
     if autocast_applies(q.device):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
@@ -144,8 +145,8 @@ def autocast_applies(device: torch.device) -> bool:
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float | None:
-    """The scale of a call; raises ValueError or TypeError for an invalid one. Within torch.compile None stays None, as head_dim may
-    be symbolic there."""
+    """Checks and returns the scale. Within torch.compile None stays None, as head_dim may be symbolic. Raises ValueError or
+    TypeError."""
     if scale is None:
         return None if torch.compiler.is_compiling() else head_dim**-0.5
     check_number("scale", scale)
@@ -156,8 +157,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float | None:
 
 
 def resolve_deterministic(deterministic: bool | None) -> bool:
-    """Resolves None. Raises TypeError for anything but a bool or None, numbers included: 1 equals True as a key of remembered
-    calls."""
+    """Resolves None. Raises TypeError unless it is a bool or None; numbers too, because 1 equals True in keys of earlier calls."""
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     if deterministic is not True and deterministic is not False:
@@ -175,7 +175,7 @@ def check_precision(precision: object) -> None:
 
 
 def check_mask(mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises ValueError where a mask was not made for these queries and keys."""
+    """Raises ValueError unless a mask was made for these numbers of queries and keys."""
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"the mask was compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; q and k have {q.shape[2]} and {k.shape[2]} "
@@ -192,8 +192,8 @@ def check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
 
 
 def callers_level() -> int:
-    """The ``stacklevel`` of the user's line for a warning of the function that calls this: beyond the package, and beyond torch,
-    which calls layers."""
+    """The ``stacklevel`` that makes the caller's warning point at the user's code: outside the package, and outside torch, which
+    calls layers."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith((f"{PACKAGE}.", "torch.")):
         level, frame = level + 1, frame.f_back
@@ -201,7 +201,7 @@ def callers_level() -> int:
 
 
 def refuse_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
-    """Raises ValueError for calls that ask for weights with dropout."""
+    """Raises ValueError for calls that ask for weights together with dropout."""
     if return_attn_probs and dropout_p:
         raise ValueError(
             "return_attn_probs with dropout asks for S_dmask, the matrix of weights with dropout's signs, which is never formed; "

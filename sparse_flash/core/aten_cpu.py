@@ -1,8 +1,8 @@
-"""PyTorch's own CPU attention kernel, the one behind scaled_dot_product_attention, on whole tensors and on the blocks of a table.
+"""PyTorch's CPU attention kernel, which runs scaled_dot_product_attention, on whole tensors and on the blocks of a table.
 
-Threads wait for each other at the end of every operation; if other programs compete for the processors, that takes some
-milliseconds each time. So few, long kernel calls cover a table. A row that visits many blocks is cut into pieces. Pieces of
-equal width, from many rows and units, form the batch of one call, on copies of their keys.
+Threads wait for each other at the end of every operation, which takes milliseconds if other programs compete for the processors. So
+few, long kernel calls cover a table. A row that visits many blocks is cut into pieces. Pieces of equal width, from many rows and
+units, form the batch of one call, on copies of their keys.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from ..masks.tiles import unique_rows
 from .results import merge_results
 
 _WIDEST = 2048  # keys per piece: merging a row's pieces takes a synchronizing operation per piece
-_GATHERED = 1 << 21  # key elements that a call copies, per thread: 20 ms of its work at head_dim 64 and blocks of 128
+_GATHERED = 1 << 21  # key elements that a call copies, per thread: 20 ms of work at head_dim 64 and blocks of 128
 _MOST_THREADS = 16  # counted for _GATHERED
-_REMEMBERED = 16  # masks of pieces kept with a table: few kinds of pieces make up most of one
+_REMEMBERED = 16  # masks of pieces kept with a table, most of whose pieces are of few kinds
 _REMEMBERED_PAIRS = 1 << 18
 _SLICE = 1 << 14
-_ALIKE = 4  # pieces with equal tiles that get their own call, with one mask
+_ALIKE = 4  # from so many pieces with equal tiles on, they get a separate call, with one mask
 
 
 def forward(q, k, v, scale: float, causal: bool = False, bias=None):
     """(out, lse): out like q in any memory order, lse (batch, heads, q_len) float32 (float64 for float64).
 
-    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. causal: query i sees
-    keys 0 .. i. bias: None, or (batch | 1, heads | 1, q_len, kv_len) of q's dtype, added to the scores; a query whose biases are
-    all -inf has out 0 and a meaningless lse.
+    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads. causal: query i sees
+    keys 0 .. i. bias: None, or (batch | 1, heads | 1, q_len, kv_len) of q's dtype, added to the scores. If a query's biases are all
+    -inf, its out is 0 and its lse is undefined.
     """
     q, k, v = (_make_rows_contiguous(t) for t in (q, k, v))
     return cpu_attention(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def backward(dout, q, k, v, out, lse, scale: float, causal: bool = False, bias=None):
-    """(dq, dk, dv) in any memory order, of what depends on out alone. lse may cover more keys than these."""
+    """(dq, dk, dv) in any memory order, of a loss that does not depend on lse. lse may cover more keys than these."""
     dout, q, k, v, out = (_make_rows_contiguous(t) for t in (dout, q, k, v, out))
     return cpu_attention_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def _make_rows_contiguous(x):
-    """x with a contiguous last dimension, which the kernel assumes."""
+    """Makes the last dimension contiguous, as the kernel assumes."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -66,7 +66,7 @@ def loop_forward(q, k, v, loop, scale: float):
 
 
 def loop_backward(dout, q, k, v, out, lse, loop, scale: float):
-    """The same, with lse (units, q_blocks, rows, 1), +inf for a query that keeps nothing -> (dq, dk, dv)."""
+    """(dq, dk, dv) of one part, like ``loop_forward``. lse: (units, q_blocks, rows, 1), +inf for queries that keep nothing."""
     dout, q, k, v, out, lse = (x.contiguous() for x in (dout, q, k, v, out, lse))
     parts = []
     for units in _unit_slices(k):
@@ -86,8 +86,8 @@ def loop_backward(dout, q, k, v, out, lse, loop, scale: float):
 
 
 class _Call(NamedTuple):
-    """One call of the kernel. rows: (pieces,) block rows, without repeats. cols: (pieces, width) their key blocks. bias: as for
-    ``forward``, or None. empty: (1, pieces | 1, rows) bool, the queries that keep nothing in it, or None. merges: these rows
+    """One call of the kernel. rows: (pieces,) distinct block rows. cols: (pieces, width), their key blocks. bias: of ``forward``,
+    or None. empty: (1, pieces | 1, rows) bool, the queries that keep nothing in this call, or None. merges: whether these rows
     already have results from other pieces."""
 
     rows: slice | np.ndarray
@@ -129,7 +129,7 @@ class _Call(NamedTuple):
 
 def _find_column_step(cols: np.ndarray) -> int | None:
     """The constant distance between the columns (pieces, width) of successive pieces, if each piece's columns are consecutive, as
-    in a window: such keys are read in place. Otherwise None."""
+    in a window; such keys need no copy. Otherwise None."""
     if (np.diff(cols, axis=1) != 1).any():
         return None
     steps = np.diff(cols[:, 0])
@@ -138,7 +138,8 @@ def _find_column_step(cols: np.ndarray) -> int | None:
 
 
 def _gathered(x, blocks: np.ndarray):
-    """(units, blocks, tokens, head_dim), contiguous -> (pieces, units, width * tokens, head_dim), by blocks (pieces, width)."""
+    """Gathers blocks, (pieces, width), of a contiguous (units, blocks, tokens, head_dim) into (pieces, units, width * tokens,
+    head_dim)."""
     units, count, tokens, dim = x.shape
     # index_select copies larger slices one by one, each with all threads.
     cuts = 1
@@ -151,7 +152,7 @@ def _gathered(x, blocks: np.ndarray):
 
 
 def _unit_slices(k):
-    """Slices of the units, each as many as may be gathered for one piece."""
+    """Slices of the units, small enough to gather one piece's keys."""
     size = max(1, _gather_limit() // (min(k.shape[1] * k.shape[2], _WIDEST) * k.shape[3]))
     return [slice(first, first + size) for first in range(0, len(k), size)]
 
@@ -161,15 +162,15 @@ def _gather_limit() -> int:
 
 
 def _calls(loop, q, copied: bool):
-    """Yields the calls for all rows: first the last piece of each row, then the others. copied: each piece's keys, or
-    their gradients, are copied."""
+    """Yields the calls for all rows: the last piece of each row, then the others. copied: whether each piece's keys or their
+    gradients are copied."""
     widest = max(1, _WIDEST // loop.block)
     rounds: list[dict[int, list]] = [{}]
     for rows, cols, tiles in loop.groups:
         before = (cols.shape[1] - 1) // widest
         rounds += [{} for _ in range(before + 1 - len(rounds))]
         for number in range(before + 1):
-            # The last piece comes first: it is the shorter one, and under a causal mask it has the diagonal's tile.
+            # The last piece comes first: it is the shortest, and under a causal mask it has the diagonal's tile.
             piece = slice(before * widest, None) if number == 0 else slice((number - 1) * widest, number * widest)
             rounds[number].setdefault(cols[:, piece].shape[1], []).append((rows, cols[:, piece], tiles[:, piece]))
     for number, widths in enumerate(rounds):
@@ -192,7 +193,7 @@ def _slice_or_array(rows: np.ndarray) -> slice | np.ndarray:
 
 
 def _group_equal_tiles(tiles: np.ndarray):
-    """Yields (pieces, whether their tiles are equal): (n,) indices into the pieces with these tiles, (pieces, width)."""
+    """Yields ((n,) indices of pieces, whether their tiles are equal). tiles: (pieces, width)."""
     first, number = unique_rows(tiles)
     count = np.bincount(number)
     shared = (count >= _ALIKE) | (tiles[first] < 0).all(1)
@@ -206,7 +207,7 @@ def _group_equal_tiles(tiles: np.ndarray):
 
 
 def _remembered_bias(known, tiles: np.ndarray, rows: int):
-    """``_bias`` of one piece's tiles, (width,), kept with the table, as the same few recur in every call."""
+    """``_bias`` of one piece's tiles, (width,), cached with the table, as the same few recur in every call."""
     key = tiles.tobytes(), rows
     found = known.biases.get(key) or _bias(known, tiles[None], rows)
     if found[0] is not None and found[0].numel() <= _REMEMBERED_PAIRS and len(known.biases) < _REMEMBERED:

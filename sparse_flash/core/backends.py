@@ -1,4 +1,4 @@
-"""Back ends: each computes attention under a mask, forward and backward, behind one small interface.
+"""Back ends compute attention under a mask, forward and backward, behind one interface.
 
 A back end is a module of this folder with five functions:
 
@@ -9,19 +9,19 @@ A back end is a module of this folder with five functions:
     decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale, kv_starts) -> (out, lse)
 
 call: a ``core.call.AttentionCall`` whose table is a BlockMask, or None for dense attention. kv_heads divides heads; v may have
-its own head_dim. out: (batch, heads, q_len, v's head_dim), in q's memory order (``empty_out``). lse: (batch, heads, q_len) float32
+another head_dim. out: (batch, heads, q_len, v's head_dim), in q's memory order (``empty_out``). lse: (batch, heads, q_len) float32
 (float64 for float64 inputs), natural logarithm, without dropout, -inf for queries that keep nothing, whose out is 0. dlse: like
-lse, or None if nothing depends on lse. If variant.rel_bias is learned, its gradient follows as a fourth. Arguments are checked
-before a back end sees them. ``supports`` and ``why_unavailable`` take a ``Call``, which describes one without its tensors.
+lse, or None if nothing depends on lse. If variant.rel_bias is learned, its gradient is a fourth result. Arguments are checked
+before a back end gets them. ``supports`` takes a ``Call``, which describes a call without its tensors.
 
 decode: the queries are the last of each sequence; mask is square and covers the cache's capacity. kv_lens: (batch,) int32, the
 number of existing keys of each sequence, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape
-(pages, kv_heads, page_size, head_dim), or None. causal: without a mask, no query sees a key later than its own. k_scale, v_scale:
-if k and v are e4m3, what their tokens are multiplied by, float32 of the shape of k without head_dim, with the same strides: 1 for
-tokens, or 0 if one scale serves all tokens of a head and page or batch entry; otherwise None. kv_starts: (batch,) int32 or None.
-``attention_decode`` in ``decode.py`` documents the rest.
+(pages, kv_heads, page_size, head_dim), or None. causal: without a mask, no query sees a later key. k_scale, v_scale: factors of
+e4m3 k and v, otherwise None; float32 of k's shape without head_dim, with equal strides: over tokens 1, or 0 if all tokens of a head
+and page or batch entry share a scale. kv_starts: (batch,) int32 or None. ``attention_decode`` in ``api/decode.py`` documents the
+rest.
 
-A back end that supports ``EIGHT_BITS``, which no other feature accompanies, has a sixth:
+A back end that supports ``EIGHT_BITS``, which excludes all other features, has a sixth:
 
     forward_in_eight_bits(call) -> (out, lse)                 see ``core.eight_bits``
 """
@@ -58,9 +58,9 @@ _REFERENCE_CAN = "backend='reference' can, slowly and with the whole matrix in m
 
 
 def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | None] | None = None) -> str:
-    """The back end to run: ``name`` itself, or for "auto" the fastest that supports the call. Raises ValueError with the reasons if
-    there is none; a named back end is never replaced by another. supports: (name, call) -> the refusal or None, where the call is
-    more than ``Call`` says; the back ends' own by default."""
+    """The back end to run: ``name``, or for "auto" the fastest that supports the call. Raises ValueError with the reasons if none
+    does; a named back end is never replaced. supports: (name, call) -> the refusal or None, for calls that ``Call`` does not
+    describe fully; by default the back ends' functions."""
     refusal = supports or _refusal
     if name != "auto":
         get_backend(name)
@@ -90,5 +90,5 @@ def _refusal(name: str, call: Call) -> str | None:
     return get_backend(name).supports(call)
 
 
-# Last, as back ends import names from here. Not on demand, as torch.compile cannot trace an import. None imports triton before it
-# runs.
+# Last, as back ends import names from here. Not on demand, as torch.compile cannot trace an import. Back ends import triton when
+# they run.

@@ -1,4 +1,4 @@
-"""The record of an attention call, and what calls like an earlier one share."""
+"""The record of an attention call, and the back end and launches that equal calls share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .variant import Variant, refill_variant
 
 
 class ChosenBlocks(NamedTuple):
-    """A mask of blocks chosen in a compiled graph, whose table the operator makes: one graph then serves all lengths.
+    """A mask of blocks chosen in a compiled graph. The operator makes its table, so one graph serves all lengths.
 
-    bits: (batch * heads * q_blocks * ceil(kv_blocks / 32) + 1,) int32, the blocks that are kept. The last element means nothing: it
-    keeps the size from being 1, which PyTorch tells from other sizes, and a graph would serve fewer lengths.
-    block_size: tokens on a side of a block. within: spec text of what limits the blocks, "" for nothing.
+    bits: (batch * heads * q_blocks * ceil(kv_blocks / 32) + 1,) int32, the kept blocks. The last element is unused: it keeps the
+    size from being 1, which PyTorch specializes, so that a graph serves all lengths.
+    block_size: tokens on a side of a block. within: spec text of the pattern that limits the blocks, or "".
     """
 
     bits: torch.Tensor
@@ -29,15 +29,15 @@ class ChosenBlocks(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """One attention call, checked and resolved: the front door makes it, and operators, gradients, back ends and launchers read it.
+    """One attention call, checked and resolved. ``api`` makes it; operators, gradients, back ends and launchers read it.
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim). v: (batch, kv_heads, kv_len, v_head_dim). All are in
     the dtype that autocast asks for.
-    mask: as the caller passed it, or as read from another library's mask. table: what a back end reads, None for dense attention
+    mask: as the caller passed it, or as read from another library's mask. table: what a back end reads; None for dense attention
     and for a selection of blocks; spec text or ChosenBlocks if the operator makes the table. scale: None within torch.compile, for
     1 / sqrt(head_dim). deterministic: True or False, never None. backend: the one that runs the call; "auto" if the operator
-    chooses. precision: "fp8" or None. launches: those of earlier calls like this one, by kernel; None where a compiler, a mode or a
-    transform has to see the operator: see ``compat.pytorch.is_plain_eager``.
+    chooses. precision: "fp8" or None. launches: of earlier equal calls, by kernel; None if a compiler, a mode or a transform has to
+    see the operator: see ``compat.pytorch.is_plain_eager``.
     """
 
     q: torch.Tensor
@@ -58,7 +58,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """Tells calls apart by their inputs and their variant: see ``prepare``."""
+        """The key of the inputs and the variant: see ``prepare``."""
         return layouts(self.inputs()), self.variant and self.variant.constants
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -71,12 +71,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def rest(self) -> Variant | None:
-        """The variant without its sinks, which kernels add last."""
+        """The variant without its sinks, which are added last."""
         return None if self.variant is None else self.variant.without_sinks
 
 
 class _Prepared(NamedTuple):
-    """Holds everything that calls under one key share. variant: without its tensors."""
+    """What calls with one key share. variant: without its tensors."""
 
     backend: str
     launches: dict[Any, Any]
@@ -97,12 +97,12 @@ def prepare(
     holder: BlockMask | None,
     check: Callable[[AttentionCall, BlockMask], None] | None = None,
 ) -> AttentionCall:
-    """Chooses the back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError if
-    there is none. Unchanged if the operator chooses: a choice that depends on a length would make torch.compile recompile.
+    """Chooses the back end that runs a call: the named one, or for "auto" the fastest that supports it. Raises ValueError if there
+    is none. If the operator chooses, the call stays as it is: a choice that depends on a length would make torch.compile recompile.
 
-    key: tells calls apart by their inputs and their variant, to find the choice and the launches of an earlier call; None: a
-    compiler, a mode or a transform has to see the operator. holder: the mask that holds what is prepared, of which call.table is
-    the form for kernels; None for dense attention. check: what else may raise for such a call under the holder.
+    key: of the inputs and the variant, to find the choice and the launches of an earlier call; None if a compiler, a mode or a
+    transform has to see the operator. holder: the mask that stores them, of which call.table is the form for kernels; None for
+    dense attention. check: further checks of the first such call, which may raise.
     """
     known: dict[Any, Any] | None = None
     if key is not None and not isinstance(call.table, (str, ChosenBlocks)):
@@ -118,15 +118,16 @@ def prepare(
         of_call = Call.from_tensors(*call[:3], block_size, call.variant, call.deterministic, call.precision)
         backend = backends.choose_backend(backend, of_call)
     launches: dict[Any, Any] | None = None
-    if known is not None and backend != "auto":  # which stays if a graph breaks within this function
+    if known is not None and backend != "auto":  # "auto" stays if a graph breaks within this function
         launches = {}
         keep(known, key, _Prepared(backend, launches, call.variant and call.variant.without_tensors))
     return call._replace(backend=backend, launches=launches)
 
 
 def repeat(call: AttentionCall, key: Hashable, holder: BlockMask | None, of_variant: dict[str, Any]) -> AttentionCall | None:
-    """The call as ``prepare`` returned it for an earlier call under the same key; None for the first. call: without its variant.
-    of_variant: its arguments, which the earlier call has checked."""
+    """The call as ``prepare`` returned it for an earlier call with the same key; None for the first call. call: without its
+    variant.
+    of_variant: the variant's arguments, which the earlier call has checked."""
     found = prepared_under(holder).get(_complete_key(call, key))
     if found is None:
         return None

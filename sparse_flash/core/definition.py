@@ -1,4 +1,4 @@
-"""Applies a variant in PyTorch operations: the reference for every back end."""
+"""A variant in PyTorch operations: the reference for every back end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def modify_scores(variant: Variant, products: torch.Tensor, pairs: Pairs) -> tor
 
 
 def differentiate_scores(variant: Variant, products: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, ...]:
-    """(scores, their derivative by the biased products, that of the biased products by the products): the last two may be 1."""
+    """(scores, their derivative by the biased products, that of the biased products by the products). A derivative may be 1."""
     capped = _cap_scores(variant, products)
     inner = 1 - (capped / variant.softcap) ** 2 if variant.softcap else torch.ones((), device=products.device)
     biased = _add_biases(variant, capped, pairs)
@@ -113,48 +113,42 @@ def existing_pairs(variant: Variant, pairs: Pairs) -> torch.Tensor | None:
 
 
 def clear_nonexistent(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | None) -> torch.Tensor:
-    """x, (batch, heads, tokens, head_dim), with zeros for nonexistent tokens, whatever they hold."""
+    """x, (batch, heads, tokens, head_dim), with zeros for nonexistent tokens, which may be NaN."""
     if starts is None and lens is None:
         return x
     batch = torch.arange(x.shape[0], device=x.device)[:, None]
     exist = cast(torch.Tensor, find_existing_tokens(starts, lens, batch, torch.arange(x.shape[2], device=x.device)[None]))
-    # In place on a copy: masked_fill changes the memory order, and the operators' results must keep that of their arguments.
+    # In place on a copy: masked_fill changes the memory order, and results must have the arguments' memory order.
     return x.clone().masked_fill_(~exist[:, None, :, None], 0.0)
 
 
 def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:
     """Which pairs dropout keeps, bool, in the broadcast shape of ``pairs``. Queries along q_axis and keys along the last axis come
-    16 at a time, consecutive from a multiple of 16. The variant's positions and batch-heads, if it has any, replace the call's.
+    16 at a time, consecutive from a multiple of 16.
 
-    Each batch entry and head has its own words: Philox-4x32-10 at the counter (batch * heads + head, 0, 0, 0), keyed by the seed's
-    two words. Philox-2x32-7, keyed by the first of those words, at the counter (q ^ the second, k ^ the third), where q and k are
-    token // 16 * 8 + token % 8 for query and key, serves four pairs: two queries and two keys, each 8 apart. key // 8 % 2 selects
-    the word, query // 8 % 2 its half, 0 being the lower. A pair is kept where that half is at least dropout_p * 2^16. In a product
-    of NVIDIA's tensor cores, and in its transpose, one thread holds these four pairs.
+    Philox-4x32-10 at the counter (batch * heads + head, 0, 0, 0), keyed by the seed's two words, gives each batch entry and head
+    its words. Philox-2x32-7, keyed by the first of them, runs at the counter (q ^ the second, k ^ the third), where q and k are
+    token // 16 * 8 + token % 8 for query and key. Its result serves four pairs: two queries and two keys, each 8 apart. key // 8 %
+    2 selects the word, query // 8 % 2 its half, 0 being the lower. A pair is kept if that half is at least dropout_p * 2^16. One
+    thread holds these four pairs in a product of NVIDIA's tensor cores, and in its transpose.
     """
     seed = cast(torch.Tensor, variant.seed)[0]
-    counted = variant.batch_heads
-    batch_head = pairs.batch * pairs.heads + pairs.head if counted is None else counted[pairs.batch, pairs.head].long()
+    batch_head = pairs.batch * pairs.heads + pairs.head
     zero = torch.zeros_like(batch_head)
     key, q_mask, k_mask, _ = philox_4x32((batch_head, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))
-    counter = (
-        _dropout_counters(pairs.query, variant.q_positions, q_axis) ^ q_mask,
-        _dropout_counters(pairs.key, variant.kv_positions, -1) ^ k_mask,
-    )
+    counter = _dropout_counters(pairs.query, q_axis) ^ q_mask, _dropout_counters(pairs.key, -1) ^ k_mask
     words = torch.broadcast_tensors(*philox_2x32(counter, key))
     threshold = round(variant.dropout_p * 2**16)
     kept = torch.stack([torch.stack([half >= threshold for half in (word & 0xFFFF, word >> 16)]) for word in words])
-    # (word, half, .., 8 queries at a time, .., 8 keys at a time): move word and half in front of their 8.
+    # (word, half, ..., 8 queries, ..., 8 keys): move word and half in front of their 8.
     kept = torch.unflatten(kept, -1, (-1, 8)).unflatten(q_axis - 1, (-1, 8)).movedim((1, 0), (q_axis - 3, -2))
     kept = kept.flatten(-3).flatten(q_axis - 2, q_axis)
     return kept.narrow(q_axis, 0, pairs.query.shape[q_axis]).narrow(-1, 0, pairs.key.shape[-1])
 
 
-def _dropout_counters(token: torch.Tensor, positions: torch.Tensor | None, axis: int) -> torch.Tensor:
+def _dropout_counters(token: torch.Tensor, axis: int) -> torch.Tensor:
     """token // 16 * 8 + token % 8, once for the two tokens that share it."""
     first = token.movedim(axis, -1)[..., ::16, None]
-    if positions is not None:
-        first = positions[first // 16].long()
     return (first // 2 + torch.arange(8, device=token.device)).flatten(-2).movedim(-1, axis)
 
 
@@ -172,7 +166,7 @@ def philox_4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]
 
 
 def philox_2x32(counter: tuple[torch.Tensor, ...], key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Philox-2x32-7, as ``philox_4x32``: seven rounds are the fewest that pass the tests of its source."""
+    """Philox-2x32-7, like ``philox_4x32``: seven rounds are the fewest that pass the tests of its source."""
     c0, c1 = counter
     for _ in range(7):
         product = c0 * _PHILOX_2X32_FACTOR
@@ -184,7 +178,7 @@ def philox_2x32(counter: tuple[torch.Tensor, ...], key: torch.Tensor) -> tuple[t
 def with_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, variant: Variant | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) after one more logit per head, (heads,), has joined each query's softmax; differentiable in all three.
+    """(out, lse) with one more logit per head, sinks, (heads,), in each query's softmax. Differentiable in out, lse and sinks.
 
     A query that keeps nothing has out 0 and its sink as lse; a nonexistent query keeps lse -inf.
     """
@@ -196,8 +190,8 @@ def with_sinks(
 
 
 def join_sinks(lse: torch.Tensor, sinks: torch.Tensor, variant: Variant | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(lse after sinks have joined, which queries exist, (batch, 1, q_len), or None for all)"""
-    # A sink of -inf is none, and beside it a query that keeps nothing has lse -inf: as finite numbers they have a difference.
+    """(lse with sinks, which queries exist, (batch, 1, q_len), or None for all)"""
+    # lse and a sink may both be -inf, which means no sink. Clamped to a finite number, their difference is not NaN.
     lowest = torch.finfo(lse.dtype).min
     total = torch.logaddexp(lse, sinks.to(lse.dtype).clamp(min=lowest)[:, None].expand_as(lse))
     total = total.masked_fill(total <= lowest, float("-inf"))
@@ -212,7 +206,7 @@ def join_sinks(lse: torch.Tensor, sinks: torch.Tensor, variant: Variant | None) 
 def sink_gradient(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of sinks, (heads,), from results that they have joined, and the gradients of these."""
+    """The gradient of sinks, (heads,). out, lse: results with sinks."""
     if dout.is_cuda and lse.dtype == torch.float32 and find_spec("triton"):  # the kernel sums in float32
         from ..kernels.portable.sinks import sum_shares
 

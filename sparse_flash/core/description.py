@@ -1,4 +1,4 @@
-"""A call without its tensors, by which back ends accept or refuse it."""
+"""The description of a call, by which back ends accept or refuse it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .variant import LEARNED, ScoreFunction, Variant
 
 @dataclass(frozen=True)
 class Call:
-    """Describes a call, so that back ends can accept or refuse it without its tensors. Lengths are in tokens."""
+    """Describes a call without its tensors. Lengths are in tokens."""
 
     device: torch.device
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Call:
         deterministic: bool = False,
         precision: str | None = None,
     ) -> Call:
-        """The call on these tensors."""
+        """Describes the call on these tensors."""
         return cls(
             device=q.device,
             dtype=q.dtype,

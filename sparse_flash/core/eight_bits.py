@@ -1,5 +1,4 @@
-"""The definition of attention in e4m3 (``precision="fp8"``), in a few lines of PyTorch: the arithmetic of Hopper's kernels, with
-exact sums instead of theirs.
+"""The definition of attention in e4m3 (``precision="fp8"``) in PyTorch: the arithmetic of Hopper's kernels, with exact sums.
 
 Sources: arXiv:2407.08608, Sec. 3.3 (blocks with a scale each, the rotation); arXiv:2411.10958 (the mean of keys, sums in fp32).
 """
@@ -17,8 +16,8 @@ EIGHT_BITS = "precision='fp8'"  # among the features of a call
 
 
 def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (numbers rounded to e4m3, scales by token) of x, (batch, heads, tokens, head_dim) float32: each block of tokens is
-    scaled so that its largest number is 448. Both are float64; scales have a last dimension of 1."""
+    """Returns (x rounded to e4m3, scales by token), both float64; scales have a last dimension of 1. x: (batch, heads, tokens,
+    head_dim) float32. Each block of tokens is scaled so that its largest number is 448."""
     tokens = x.shape[2]
     blocks = torch.unflatten(torch.nn.functional.pad(x, (0, 0, 0, -tokens % block)), 2, (-1, block))
     largest = blocks.abs().amax((-2, -1), keepdim=True).clamp(min=MIN_AMAX)
@@ -54,7 +53,7 @@ def attention_in_eight_bits(
     scores = q8 @ k8.mT * (of_q * of_k.mT) * (scale / math.log(2))  # in base 2
     if kept is not None:
         scores = scores.masked_fill(~kept, float("-inf"))
-    # A row's largest weight is in (2^5, 2^6]. Weights round alike whatever maximum was known, as maxima are integers.
+    # A row's largest weight is in (2^5, 2^6]. Maxima are integers, so weights round the same under any running maximum.
     maximum = scores.amax(-1, keepdim=True).ceil() - TOP_EXPONENT
     weights = (scores - torch.where(maximum.isinf(), 0.0, maximum)).exp2().to(torch.float8_e4m3fn).double()
     total = weights.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Kernels for Hopper GPUs (H100, H200) only: the fastest there, for 16-bit types."""
+"""The back end for Hopper GPUs (H100, H200) and 16-bit types: the fastest there."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .variant import LEARNED, LENGTHS, ScoreFunction
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 257)  # of q and k, and of v
-WIDE_HEAD_DIMS, NARROWER_HEAD_DIMS = range(129, 257), range(65, 129)  # of q and k, and of v, for which there is a backward kernel
+WIDE_HEAD_DIMS, NARROWER_HEAD_DIMS = range(129, 257), range(65, 129)  # of q and k, and of v, with a backward kernel
 MAX_HEAD_DIM_OF_EIGHT_BITS = 128
 BLOCK_SIZES = (None, 64, 128, 256)
 FEATURES = ("dropout_p", *LENGTHS, "alibi_slopes", "softcap", "rel_bias", "score_mod")
-# A score is off by up to about the cap times 2^-22 (``kernels/hopper/scores``). This one's 2^-14 is an eighth of what rounding to
-# float16 may change a weight by.
+# A score's error is up to about the cap times 2^-22 (``kernels/hopper/scores``). At this cap it is 2^-14, an eighth of the error
+# from rounding a weight to float16.
 MAX_SOFTCAP = 256
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
@@ -62,7 +62,7 @@ def _score_mod_refusal(score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]
 
 
 def _term_refusal(call: Call) -> str | None:
-    """The refusal of a term in the form in which this call has it."""
+    """The refusal of this call's changes of scores, or None."""
     if LEARNED in call.features:
         return "it computes no gradient of rel_bias"
     if call.softcap > MAX_SOFTCAP:
@@ -75,13 +75,13 @@ def _term_refusal(call: Call) -> str | None:
 
 
 def has_backward(head_dim: int, v_head_dim: int) -> bool:
-    """Whether the backward pass has a kernel of its own for head dimensions whose forward pass has one. Others' gradients come from
-    the portable kernels, to which lse and dropped pairs are the same."""
+    """Whether there is a Hopper backward kernel for head dimensions that have a forward kernel. Other gradients come from the
+    portable kernels, with the same lse and dropped pairs."""
     return head_dim == v_head_dim or (head_dim in WIDE_HEAD_DIMS and v_head_dim in NARROWER_HEAD_DIMS)
 
 
 def shape_refusal(head_dim: int, v_head_dim: int, block_size: int | None) -> str | None:
-    """Returns why no kernel takes such shapes, or None. block_size: of the table that kernels iterate over; None if it is dense."""
+    """Returns why no kernel takes such shapes, or None. block_size: of the table that kernels iterate over; None if dense."""
     for dim, of_v in ((head_dim, ""), (v_head_dim, " of v")):
         if dim not in HEAD_DIMS:
             return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}{of_v}; got {dim}"
@@ -132,8 +132,8 @@ def backward(call, dout, dlse, out, lse):
 
 
 def joint_backward(dout, dlse, q, out, lse, calls, scale):
-    """A ``kernels.hopper.backward.JointBackward``, or None if calls must be separate. calls: (k, v, mask) of each; no call has a
-    variant or is deterministic."""
+    """A ``kernels.hopper.backward.JointBackward``, or None if calls must be separate. calls: (k, v, mask) of each call, without
+    variant and not deterministic."""
     tensors = [dout, q, out, *(t for call in calls for t in call[:2])]
     if not has_backward(q.shape[3], calls[0][1].shape[3]) or not all(map(is_addressable, tensors)):
         return None
@@ -144,7 +144,7 @@ def joint_backward(dout, dlse, q, out, lse, calls, scale):
 
 @cache
 def _kernels():
-    """The modules of both passes, imported on demand, as they import triton."""
+    """The modules of both passes, imported on demand because they import triton."""
     from ..kernels.hopper import backward, forward
 
     return SimpleNamespace(forward=forward, backward=backward)

@@ -1,10 +1,10 @@
 """PyTorch operators: what torch.compile, autograd and autocast see of a back end.
 
-A mask crosses the operator boundary as its list of tensors (``BlockMask.tensors()``), by which it is found again, and its block
-size, 0 for dense attention; a pattern as its spec text; a variant as its tensors, their names and its numbers
-(``Variant.packed()``). A pattern's table is looked up inside the operator, where lengths are numbers, so one compiled graph serves
-all lengths. The same holds for blocks that a compiled graph chose: they cross as bits, and the pattern is what limits them
-(``ChosenBlocks``). Instead of an empty list comes one of q alone, which nobody reads: AOTInductor would make None of an empty list.
+A mask enters an operator as its list of tensors (``BlockMask.tensors()``), by which it is found again, and its block size, 0 for
+dense attention; a pattern as its spec text; a variant as its tensors, their names and its numbers (``Variant.packed()``). Blocks
+that a compiled graph chose enter as bits, with the pattern that limits them (``ChosenBlocks``). Tables are looked up or made inside
+the operator, where lengths are numbers, so one compiled graph serves all lengths. An empty list is replaced by a list of q, which
+is unused: AOTInductor turns an empty list into None.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ NOTHING = "nothing"  # the back end of calls with nothing to compute
 
 
 def attend(call: AttentionCall):
-    """(out, lse) of a back end that supports the call, differentiable in q, k, v, sinks and a learned rel_bias."""
+    """(out, lse) of a call, differentiable in q, k, v, sinks and a learned rel_bias."""
     return make_empty_results(call.q, call.k, call.v, call.variant) if call.backend == NOTHING else _computed(call)
 
 
 def documents_as_batch(x: torch.Tensor) -> torch.Tensor:
-    """(tokens, heads, head_dim) as a batch of one, (1, heads, tokens, head_dim)."""
+    """Views (tokens, heads, head_dim) as a batch of one, (1, heads, tokens, head_dim)."""
     return x.transpose(0, 1).unsqueeze(0)
 
 
 def batch_as_documents(x: torch.Tensor) -> torch.Tensor:
-    """The reverse."""
+    """The reverse of ``documents_as_batch``."""
     return x.squeeze(0).transpose(0, 1)
 
 
@@ -61,7 +61,7 @@ def _plain_as_batch(x: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_as_documents(x: torch.Tensor) -> torch.Tensor:
-    """The reverse."""
+    """The reverse of ``_plain_as_batch``."""
     _, *sizes = zip(x.shape, x.stride())
     (heads, of_head), (tokens, of_token), (dim, of_dim) = sizes
     return x.as_strided((tokens, heads, dim), (of_token, of_head, of_dim))
@@ -81,7 +81,7 @@ def attend_to_documents(call: AttentionCall):
 
 
 def make_empty_results(q, k, v, variant: Variant | None):
-    """The results without queries or keys; no kernel runs, and gradients but those of sinks are 0."""
+    """The results without queries or keys. No kernel runs; all gradients except those of sinks are 0."""
     learned = [variant.rel_bias] if variant is not None and variant.learned else []
     zero = sum(t.flatten()[:0].float().sum() for t in (q, k, v, *learned))
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=compute_dtype(q))
@@ -113,7 +113,7 @@ def _compute_in_eight_bits(call: AttentionCall):
 
 
 def _to_operator_args(table: BlockMask | ChosenBlocks | str | None, q: torch.Tensor) -> tuple[list[torch.Tensor], int, str]:
-    """(tables, block size, pattern): a mask as an operator takes it."""
+    """(tables, block size, pattern): the operator's arguments for a table."""
     if isinstance(table, ChosenBlocks):
         return [table.bits], table.block_size, table.within
     if isinstance(table, str):
@@ -124,7 +124,7 @@ def _to_operator_args(table: BlockMask | ChosenBlocks | str | None, q: torch.Ten
 def attention_decode(
     q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str, *of_cache
 ):
-    """(out, lse) of a back end that supports the call; not differentiable. of_cache: k_scale, v_scale, kv_starts."""
+    """(out, lse), not differentiable. backend: one that supports the call. of_cache: k_scale, v_scale, kv_starts."""
     if is_plain_eager(q, k, v):
         return backends.get_backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, *of_cache)
     refuse_transforms(q, k, v)
@@ -133,8 +133,8 @@ def attention_decode(
 
 
 def refuse_transforms(*tensors) -> None:
-    """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation. For the first two PyTorch's
-    own error suggests no fix; for the last it silently takes an operator's derivative to be 0."""
+    """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation. For the first two,
+    PyTorch's error suggests no fix; in forward mode, PyTorch silently takes an operator's derivative to be 0."""
     if torch.compiler.is_compiling():
         return
     if in_differentiating_transform() or has_forward_derivative(*tensors):
@@ -161,15 +161,15 @@ def needs_operator() -> bool:
 
 
 class _DirectAttention(torch.autograd.Function):
-    """The operator's autograd without dispatch, which costs more host time than a short call takes on the GPU. Views that
-    autograd sees cost as much, so the views of packed documents are made here."""
+    """The operator's autograd without dispatch, which takes the host longer than the GPU takes for a short call. Views that
+    autograd sees take as long, so the views of packed documents are made here."""
 
     @staticmethod
     def forward(ctx, q, k, v, call, of_documents, *more):
         tensors = map(_plain_as_batch, (q, k, v)) if of_documents else (q, k, v)
         out, lse = backends.get_backend(call.backend).forward(call.on(*tensors))
         ctx.save_for_backward(q, k, v, out, lse, *more)
-        # Without the variant's tensors, which hooks of saved tensors may take away.
+        # Without the variant's tensors, which hooks of saved tensors may move.
         ctx.packed = None if call.variant is None else call.variant.packed()[1:]
         ctx.call, ctx.of_documents = call._replace(variant=None), of_documents
         ctx.set_materialize_grads(False)
@@ -206,18 +206,18 @@ class _DirectAttention(torch.autograd.Function):
         return *grads[:3], None, None, *of_variant
 
 
-NO_TENSORS: Any = (None, None, None)  # of a call that is kept without its own
+NO_TENSORS: Any = (None, None, None)  # q, k and v of a call that is stored without them
 _attend_directly = resolve_apply(_DirectAttention)  # no function transform is active where ``is_plain_eager``
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients that raise when differentiated again. In the graph they depend on everything they were computed from. PyTorch's
-    ``once_differentiable`` marks nothing if the incoming gradient is constant, and its marked outputs depend on nothing, so a
+    """Gradients that raise when differentiated again. In the graph they depend on everything that they were computed from.
+    PyTorch's ``once_differentiable`` marks nothing if the incoming gradient is constant, and its outputs depend on nothing, so a
     second backward pass can silently skip them."""
 
     @staticmethod
     def mark(gradients: tuple, sources: tuple) -> tuple:
-        """The same gradients, computed from ``sources``; either may contain None."""
+        """Marks gradients as computed from ``sources``; either may contain None."""
         some = [g for g in gradients if g is not None]
         marked = iter(_OnceDifferentiable.apply(len(some), *some, *sources)) if some else iter(())
         return tuple(None if g is None else next(marked) for g in gradients)
@@ -242,8 +242,8 @@ def refuse_second_derivatives(*_) -> None:
 def prepare_upstream(
     dout: torch.Tensor | None, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of out and lse as back ends take them: zeros for out if only lse is differentiated, and for the lse of queries
-    that keep nothing. Raises as ``refuse_batched`` does."""
+    """The gradients of out and lse for back ends: zeros for out if only lse is differentiated, and for the lse of queries that keep
+    nothing. Raises what ``refuse_batched`` raises."""
     refuse_batched(dlse if dout is None else dout)
     dlse = None if dlse is None else zero_keyless_queries(dlse, lse)
     return torch.zeros_like(out) if dout is None else dout, dlse
@@ -261,7 +261,7 @@ def _all_gradients(call: AttentionCall, dout, dlse, out, lse) -> tuple:
 def _restore_call(
     q, k, v, tables, block_size: int, pattern: str, scale, deterministic: bool, backend: str, *packed, precision: str | None = None
 ) -> AttentionCall:
-    """The call of an operator's arguments; the same for both passes."""
+    """The call from an operator's arguments, in both passes."""
     variant = Variant.unpacked(*packed)
     mask = None
     if _has_chosen_bits(tables):
@@ -279,12 +279,12 @@ def _restore_call(
 
 def _has_chosen_bits(tables: list[torch.Tensor]) -> bool:
     """Whether the tensors of a mask are the bits of ``ChosenBlocks``."""
-    return len(tables) == 1 and tables[0].dtype == torch.int32  # q alone is floating-point
+    return len(tables) == 1 and tables[0].dtype == torch.int32  # a list of q is floating-point
 
 
 def build_chosen_mask(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) -> BlockMask:
     """The mask of blocks that were chosen for q and k."""
-    # Plain numbers instead of symbolic lengths: in a graph, this is the mask of one length.
+    # Plain numbers, not symbolic lengths: in a graph, this mask is for one length.
     grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), chosen.block_size)
     maps = chosen.bits[:-1].view(*q.shape[:2], grid.q_blocks, -1)
     return from_block_maps(maps, grid, resolve_within(chosen.within or None, grid, q.device))
@@ -292,12 +292,12 @@ def build_chosen_mask(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) ->
 
 def _restore_mask(q_len: int, kv_len: int, block_size: int, tables: list[torch.Tensor]) -> BlockMask:
     mask = BlockMask.find_by_tensors(q_len, kv_len, block_size, tables)
-    if mask.from_host:  # a graph reads what is derived from it, which nobody else may hold
+    if mask.from_host:  # a graph reads derived tables, which may have no other owner
         keep_if_captured(mask, mask.device)
     return mask
 
 
-# The last arguments of operators: a mask (``_to_operator_args``), then numbers, the back end and ``Variant.packed()``.
+# The last arguments of operators: a mask (``_to_operator_args``), numbers, the back end, and ``Variant.packed()``.
 _MASK = "Tensor[] tables, SymInt block_size, str pattern"
 _VARIANT = "Tensor[] variant_tensors, str variant_names, float dropout_p, float softcap"
 _CALL = f"{_MASK}, float? scale, bool deterministic, str backend, {_VARIANT}"
@@ -351,7 +351,7 @@ _decode.register_fake(_fake_results)
     "Tensor[]",
 )
 def _backward(dout, dlse, q, k, v, out, lse, *call):
-    """[dq, dk, dv], and the gradients of rel_bias and sinks, of those that are learned."""
+    """[dq, dk, dv], then the gradients of rel_bias and sinks if they are learned."""
     return list(_all_gradients(_restore_call(q, k, v, *call), dout, dlse, out, lse))
 
 

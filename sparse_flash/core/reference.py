@@ -1,7 +1,7 @@
 """The oracle: dense attention in float64, the whole (q_len, kv_len) matrix at once. Slow, and correct by construction.
 
-Every other back end is compared with a softmax like this one; request it by name on short inputs to distinguish a wrong result from
-a surprising mask.
+Every other back end is compared with a softmax like this one. Request it by name on short inputs to tell a wrong result from a
+surprising mask.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def why_unavailable() -> str | None:
 
 
 def forward(call):
-    """(out, lse), computed in float64 whatever the inputs' dtype. See the package's docstring."""
+    """(out, lse), always computed in float64: see ``backends``."""
     q, k, v = call[:3]
     matrix = _Matrix(q, k, v, call.table, call.scale, call.variant, differentiate=False)
     out = empty_out(q, v.shape[3]).copy_(matrix.weights @ matrix.values)
@@ -44,7 +44,7 @@ def forward(call):
 
 
 def forward_in_eight_bits(call):
-    """(out, lse) by the definition. See the package's docstring."""
+    """(out, lse) by the definition: see ``backends``."""
     (q, k, v), mask = call[:3], call.table
     out, lse = attention_in_eight_bits(q, k, v, None if mask is None else mask.to_dense(), call.scale)
     return empty_out(q, v.shape[3]).copy_(out), lse.float()
@@ -81,8 +81,8 @@ class _Matrix:
 
     queries, keys, values: (batch, heads, tokens, head_dim), zero for nonexistent tokens. probabilities: (batch, heads, q_len,
     kv_len), all zero for a query that keeps nothing. dropout: 1 / (1 - dropout_p) where it keeps a pair, otherwise 0. weights: the
-    product of the two. outer, inner: derivatives of the scores, see ``differentiate_scores``; 1 unless asked for. torch.func
-    computes the derivative of a user's function, and does not work in the forward pass of a compiled graph.
+    product of the two. outer, inner: derivatives of the scores, see ``differentiate_scores``; 1 without ``differentiate``, because
+    torch.func, which differentiates a user's function, does not work in the forward pass of a compiled graph.
     """
 
     def __init__(self, q, k, v, mask, scale, variant, differentiate):
@@ -106,7 +106,7 @@ class _Matrix:
         if kept is not None:
             scores = scores.masked_fill(~kept, float("-inf"))
         if differentiate and variant is not None and variant.score_mod is not None:
-            # 0 times the derivative of a pair without weight is not 0 if that is not finite.
+            # A pair without weight may have an infinite derivative, and 0 * inf is NaN.
             self.outer = torch.where(scores == float("-inf"), 0.0, self.outer)
         self.lse = scores.logsumexp(-1)
         self.keyless = self.lse.isneginf()
@@ -144,13 +144,13 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale,
 
 
 def _sequence(cache, block_table, sequence: int):
-    """(kv_heads, capacity, head_dim): the keys or values of one sequence, its pages concatenated. A page that does not exist is
-    another one here."""
+    """(kv_heads, capacity, head_dim): the keys or values of one sequence, its pages concatenated. Page numbers are clamped to
+    existing pages."""
     if block_table is None:
         return cache[sequence]
     return cache[block_table[sequence].long().clamp(0, len(cache) - 1)].transpose(0, 1).flatten(1, 2)
 
 
 def _per_query_head(x, q):
-    """(batch, kv_heads, tokens, head_dim) -> float64, a copy for each query head."""
+    """(batch, kv_heads, tokens, head_dim) in float64, repeated for each query head."""
     return x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1)

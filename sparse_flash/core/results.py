@@ -1,4 +1,4 @@
-"""What back ends share of results: dtypes, rows without keys, and results over two sets of keys merged."""
+"""Helpers of back ends for results: dtypes, queries without keys, merging."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class QueryRows(NamedTuple):
-    """Holds the inputs of a backward pass that belong to queries. dlse: None if nothing depends on lse."""
+    """The inputs of a backward pass that belong to queries. dlse: None if nothing depends on lse."""
 
     q: torch.Tensor
     dout: torch.Tensor
@@ -18,13 +18,13 @@ class QueryRows(NamedTuple):
 
 
 def zero_keyless_queries(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """x, (batch, heads, q_len, ...), what results of queries receive, with zeros where a query keeps nothing: no input has part in
-    its result, what a formula makes of that is often NaN, and 0 * NaN is no 0."""
+    """Gradients of results, (batch, heads, q_len, ...), with zeros for queries that keep nothing. These results depend on no input,
+    and losses often give them NaN gradients."""
     return x.masked_fill(lse.isneginf().view(*lse.shape, *[1] * (x.dim() - lse.dim())), 0.0)
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of lse, and of PyTorch operations on x: float64 if x is, else float32."""
+    """The dtype of lse, and of PyTorch operations on x: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

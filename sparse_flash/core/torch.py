@@ -1,13 +1,13 @@
-"""Block-sparse attention in plain PyTorch operations, on a CPU or GPU: iterates over the table in chunks of bounded size.
+"""Block-sparse attention in PyTorch operations, on a CPU or GPU: iterates over the table in chunks of bounded size.
 
-Query blocks that visit the same number of key blocks are handled alike, whichever key blocks these are: their keys are gathered and
-their scores are one batched matrix product. The online softmax over pieces of a row (arXiv:2307.08691, Alg. 1) bounds a row that
-visits many blocks, and the backward pass recomputes the probabilities from lse (Alg. 2), so memory is linear in tokens and time
-proportional to the blocks visited. float16 and bfloat16 are computed in float32. On a CPU, calls without a variant go to PyTorch's
-own kernel: ``aten_cpu``.
+Query blocks that visit the same number of key blocks are computed together: their keys are gathered, and their scores are one
+batched matrix product. The online softmax over pieces of a row (arXiv:2307.08691, Alg. 1) bounds the memory of rows that visit many
+blocks, and the backward pass recomputes the probabilities from lse (Alg. 2). So memory is linear in tokens, and time is
+proportional to the blocks visited. float16 and bfloat16 are computed in float32. On a CPU, PyTorch's kernel computes calls without
+a variant: ``aten_cpu``.
 
-A call has a part for each stored mask (``_Part``: units, which are (batch, key head) pairs). A part is computed in chunks of some
-units and query blocks, and a chunk in pieces of some key blocks (``_Loop.chunks``).
+A call has a part for each stored mask (``_Part``), with the units that use it: (batch, key head) pairs. A part is computed in
+chunks of some units and query blocks, and a chunk in pieces of some key blocks (``_Loop.chunks``).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from .definition import (
 from .eight_bits import EIGHT_BITS
 from .results import compute_dtype, lse_to_subtract, zero_keyless_queries
 
-# Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
-# many take a fifth longer on two cores, as every operation waits for its slowest thread.
+# Scores computed at a time. On a CPU, a thread's scores should fit its cache, as each is used about five times. Half as many take a
+# fifth longer on two cores, as every operation waits for its slowest thread.
 _CHUNK_CPU = 1 << 18
 _CHUNK_GPU = 1 << 24
 _DENSE_BLOCK = 128
 _LOG2_E = 1.4426950408889634
 _LN_2 = 0.6931471805599453
-_TILE_PAIRS = 1 << 23  # pairs of mask tiles kept decoded; beyond that, tiles are decoded on use
-_KEPT_ENTRIES, _KEPT_PAIRS = 1 << 18, 1 << 20  # of a mask whose tables, once read, are kept while it lives: some megabytes
-# Per mask and dtype, while the mask lives.
+_TILE_PAIRS = 1 << 23  # up to so many pairs, mask tiles are stored decoded; otherwise they are decoded on use
+_KEPT_ENTRIES, _KEPT_PAIRS = 1 << 18, 1 << 20  # limits of masks whose host tables are cached: some megabytes each
+# By mask and dtype, while the mask lives.
 _known_tables: WeakKeyDictionary[BlockMask, dict[torch.dtype, _HostTables]] = WeakKeyDictionary()
 register_clear(_known_tables.clear)
 
@@ -62,7 +62,7 @@ def why_unavailable() -> str | None:
 
 
 def forward(call):
-    """(out, lse). See the package's docstring."""
+    """(out, lse): see ``backends``."""
     out, lse = _forward_without_sinks(*call[:3], call.table, call.scale, call.rest)
     return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, call.rest)
 
@@ -92,7 +92,7 @@ def _forward_without_sinks(q, k, v, mask, scale, variant):
 
 
 def backward(call, dout, dlse, out, lse):
-    """(dq, dk, dv), and the gradient of a learned bias. See the package's docstring."""
+    """(dq, dk, dv), and the gradient of a learned bias: see ``backends``."""
     (q, k, v), mask, scale, variant = call[:3], call.table, call.scale, call.rest
     drel_bias = None
     if dlse is None and _can_use_aten_directly(q, v, mask, variant):
@@ -135,17 +135,17 @@ def backward(call, dout, dlse, out, lse):
 
 
 def _can_use_aten_directly(q, v, mask, variant) -> bool:
-    """Whether PyTorch's own CPU kernel supports this call: dense or causal attention."""
+    """Whether PyTorch's CPU kernel supports this call as a whole: dense or causal attention."""
     return _can_use_aten(q, v, variant) and (mask is None or mask.keeps_causal)
 
 
 def _can_use_aten(q, v, variant) -> bool:
-    """Whether PyTorch's own CPU kernel can process this call's blocks."""
+    """Whether PyTorch's CPU kernel can process this call's blocks."""
     return q.device.type == "cpu" and variant is None and q.shape[3] == v.shape[3]
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale, kv_starts):
-    """(out, lse). Reads only the keys that some query keeps. See the package's docstring."""
+    """(out, lse): see ``backends``. Reads only the keys that some query keeps."""
     batch, heads, q_len, _ = q.shape
     capacity = cache_capacity(k, block_table)
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
@@ -169,7 +169,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale,
 
 
 def _heads_by_mask(mask, sequence: int, heads: int, kv_heads: int):
-    """Yields (query heads, their key heads, the first of them), where the heads of each have one mask."""
+    """Yields (query heads, their key heads, the first head), for heads that share a mask."""
     if mask is None or len(mask.mask_index[sequence if len(mask.mask_index) > 1 else 0].unique()) == 1:
         yield slice(None), slice(None), 0
         return
@@ -194,7 +194,7 @@ def _kept_tokens(mask, sequence: int, head: int, q_len: int, length: int, causal
 
 
 def _read_cache(cache, key_heads: slice, first: int, block_table, sequence: int, tokens):
-    """(kv_heads, n, head_dim): the given tokens of a sequence, which starts at ``first``. Or their scales, without head_dim."""
+    """(kv_heads, n, head_dim): the given tokens of a sequence, which starts at ``first``; from scales, without head_dim."""
     cache = cache[:, key_heads, first:]
     if block_table is None:
         return cache[sequence, :, tokens]
@@ -207,7 +207,7 @@ def _read_cache(cache, key_heads: slice, first: int, block_table, sequence: int,
 
 
 def without_autocast(q):
-    """Disables autocast: the call has already cast its arguments, and matrix products in here must not be cast again."""
+    """Disables autocast: the call has already cast its arguments, and matrix products must not cast them again."""
     return nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False)  # torch.autocast raises for "meta"
 
 
@@ -221,16 +221,13 @@ def block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def _cast_like(x, values):
-    """values, of any head_dim, in x's dtype and memory order; unchanged if already so."""
+    """Returns values, of any head_dim, in x's dtype and memory order; without a copy if they have these."""
     fits = values.dtype == x.dtype and values.stride() == empty_out(x, values.shape[3], "meta").stride()
     return values if fits else empty_out(x, values.shape[3]).copy_(values)
 
 
 class _ScoreRule:
-    """Turns products into scores in base 2 and weights: handles the pairs that a variant drops or changes.
-
-    Of one part, a chunk at a time.
-    """
+    """Turns a part's products into scores in base 2 and weights, a chunk at a time. Applies the variant."""
 
     def __init__(self, part, q, k, scale: float, variant):
         self.part, self.scale, self.variant = part, scale, variant
@@ -239,14 +236,14 @@ class _ScoreRule:
         self.changes_scores = variant is not None and variant.scored
         self.has_score_mod = variant is not None and variant.score_mod is not None
         self.has_dropout = variant is not None and variant.seed is not None
-        # The factor of products: a variant changes natural scores.
+        # The factor of products: scores stay natural if a variant changes them.
         self.factor = scale if self.changes_scores else scale * _LOG2_E
-        # Compensates for dropout; the sums are divided by it once.
+        # Sums are divided by it once, to compensate for dropout.
         self.kept_share = 1.0 - variant.dropout_p if self.has_dropout else 1.0
 
     def pairs(self, units: slice, rows, cols) -> Pairs | None:
-        """Pairs of shape (units, rows, members, queries, entries, keys), as in ``view``. Padding has the last token's number, as a
-        user's function may read a table there."""
+        """Pairs of shape (units, rows, members, queries, entries, keys), as in ``view``. Padding has the last token's index, so
+        that a user's function reads tables within bounds."""
         if self.batch_heads is None:
             return None
         block, device = self.part.loop.block, self.batch_heads.device
@@ -276,7 +273,7 @@ class _ScoreRule:
             view.copy_(modify_scores(self.variant, view, pairs)).mul_(_LOG2_E)
 
     def differentiate(self, scores, pairs: Pairs) -> tuple:
-        """Like ``modify_scores``; returns the derivatives, see ``differentiate_scores``."""
+        """Does ``modify_scores``, and returns the derivatives: see ``differentiate_scores``."""
         view = self.view(scores, pairs)
         changed, outer, inner = differentiate_scores(self.variant, view, pairs)
         view.copy_(changed).mul_(_LOG2_E)
@@ -297,8 +294,8 @@ class _ScoreRule:
 
 
 def _forward(q, k, v, loop, rule):
-    """One part: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim), with separate head_dims -> out
-    (units, q_blocks, rows, v's head_dim), lse (units, q_blocks, rows, 1)."""
+    """One part: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim) -> out (units, q_blocks, rows, v's
+    head_dim), lse (units, q_blocks, rows, 1)."""
     out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full((*q.shape[:3], 1), float("-inf"))
     lowest = torch.finfo(q.dtype).min
     for units, rows, pieces in loop.chunks(*q.shape[::2], q.device):
@@ -312,7 +309,7 @@ def _forward(q, k, v, loop, rule):
             rule.modify_scores(scores, pairs)
             loop.mask_scores(scores, piece, rule.has_score_mod)
             rule.mask_scores(scores, pairs)
-            # Clamped above -inf: a row whose scores are all -inf must give exp2(-inf), not exp2(-inf + inf).
+            # Finite, so that a row whose scores are all -inf gives exp2(-inf), not exp2(-inf + inf).
             piece_max = scores.amax(-1, keepdim=True).clamp_(min=lowest)
             if running_max is None:
                 running_max = piece_max
@@ -338,7 +335,7 @@ def _forward(q, k, v, loop, rule):
 
 
 def _backward(q, dout, out, lse, dlse, k, v, loop, rule, deterministic, drel_bias):
-    """One part, as in ``_forward``; lse and dlse (units, q_blocks, rows, 1) -> dq, dk and dv. Adds to drel_bias."""
+    """One part, like ``_forward``; lse and dlse (units, q_blocks, rows, 1) -> dq, dk and dv. Adds to drel_bias."""
     scale = rule.scale
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for units, rows, pieces in loop.chunks(*q.shape[::2], q.device):
@@ -361,7 +358,7 @@ def _backward(q, dout, out, lse, dlse, k, v, loop, rule, deterministic, drel_bia
             rule.mask_scores(probabilities, pairs)
             probabilities.exp2_()
             if rule.has_score_mod:
-                # The derivative of a pair without weight may be infinite or NaN, and 0 times these is not 0.
+                # A pair without weight may have an infinite or NaN derivative, which times 0 is NaN.
                 outer = outer.masked_fill(rule.view(probabilities, pairs) == 0, 0.0)
             if rule.has_dropout:
                 weights = probabilities.clone()
@@ -415,8 +412,8 @@ def _add_product(blocks, index, left, right, alpha, deterministic):
 
 @contextmanager
 def repeatable(target, deterministic):
-    """Inside, index_add_ to ``target`` on a GPU adds in a fixed order, if asked. Only around that call, as the flag is strict with
-    cuBLAS."""
+    """If deterministic, makes index_add_ to ``target`` on a GPU add in a fixed order. Use it only around that call, as the flag is
+    strict with cuBLAS."""
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if deterministic and target.is_cuda:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -430,8 +427,8 @@ def repeatable(target, deterministic):
 class _Part:
     """The (batch, key head) units that use one stored mask.
 
-    units: (n,) int64 indices into batch * kv_heads, or a slice of all. members: the slice of query heads within each unit's group;
-    if all heads of a group use one mask, their rows are stacked, and keys are read once for all.
+    units: (n,) int64 indices into batch * kv_heads, or a slice of all. members: the slice of query heads within each unit's group.
+    If all heads of a group use one mask, their rows are stacked, and keys are read once for all heads.
     """
 
     def __init__(self, loop: _Loop, units, members: slice, kv_heads: int):
@@ -449,12 +446,12 @@ class _Part:
         return x.transpose(1, 2).flatten(2, 3)
 
     def unpack_queries(self, packed):
-        """The reverse for a part of all units and heads: (batch, heads, q_len, d), a view if no rows are stacked."""
+        """The reverse of ``pack_queries`` for all units and heads: (batch, heads, q_len, d), a view if no rows are stacked."""
         values = packed.unflatten(2, (-1, self.loop.block)).transpose(1, 2).flatten(2, 3)[:, :, : self.loop.q_len]
         return values.unflatten(0, (-1, self.kv_heads)).flatten(1, 2)
 
     def scatter_queries(self, packed, target):
-        """The reverse for a part of some units or heads, written into target (batch, heads, q_len, d)."""
+        """The reverse of ``pack_queries`` for some units or heads, written into target (batch, heads, q_len, d)."""
         values = packed.unflatten(2, (-1, self.loop.block)).transpose(1, 2).flatten(2, 3)[:, :, : self.loop.q_len]
         target = target.unflatten(1, (self.kv_heads, -1))[:, :, self.members]
         units = torch.arange(target.shape[0] * self.kv_heads, device=target.device)[self.units]
@@ -488,7 +485,7 @@ def _split_by_mask(q, k, mask) -> list[_Part]:
 
 def _host_tables(mask, dtype: torch.dtype) -> _HostTables:
     tiles = sum(len(t) for t in mask.tiles) * mask.block_size**2
-    # A CUDA graph may rewrite a GPU's tables.
+    # Tables on a GPU are not cached: a CUDA graph may rewrite them.
     if mask.device.type != "cpu" or len(mask.by_query.col_idx) > _KEPT_ENTRIES or tiles > _KEPT_PAIRS:
         return _HostTables(mask, dtype)
     known = _known_tables.setdefault(mask, {})
@@ -498,7 +495,7 @@ def _host_tables(mask, dtype: torch.dtype) -> _HostTables:
 
 
 class _HostTables:
-    """The table's arrays on the host, where the loop over it runs, and the mask tiles on the device."""
+    """The table's arrays on the host, where the loop runs, and its mask tiles on the device."""
 
     def __init__(self, mask, dtype: torch.dtype):
         table = mask.by_query
@@ -519,7 +516,7 @@ class _HostTables:
         return _Part(loop, units, members, kv_heads)
 
     def groups(self, number: int):
-        """(rows, cols, tiles) for each entry count that rows of this mask have; tiles as in ``_Tiles``."""
+        """Yields (rows, cols, tiles) for each number of entries that rows of this mask have; tiles as in ``_Tiles``."""
         ptr, split = self.row_ptr[number].astype(np.int64), self.row_split[number]
         counts = np.diff(ptr)
         for count in np.unique(counts[counts > 0]):
@@ -528,12 +525,12 @@ class _HostTables:
             cols, tiles = self.col_idx[entries], self.tile_idx[entries].astype(np.int64)
             tiles += np.where(entries >= split[rows, 1, None], self.tiles.runs, 0)
             tiles = np.where(entries < split[rows, 0, None], -1, tiles)
-            order = np.argsort(cols, axis=1, kind="stable")  # neighbours together, so they form one slice
+            order = np.argsort(cols, axis=1, kind="stable")  # ascending, so that neighbours form a slice
             yield rows, np.take_along_axis(cols, order, 1), np.take_along_axis(tiles, order, 1)
 
 
 class _Tiles:
-    """Mask tiles by number: run tiles, then bit tiles; -1 stands for a full block."""
+    """Mask tiles by number: run tiles, then bit tiles; -1 is a full block."""
 
     def __init__(self, tile_runs, tile_bits, dtype: torch.dtype):
         self.tile_runs, self.tile_bits, self.dtype = tile_runs, tile_bits, dtype
@@ -544,9 +541,8 @@ class _Tiles:
         self.decoded = self.decode(torch.arange(-1, count, device=self.device)) if count * self.block**2 <= _TILE_PAIRS else None
 
     def bounds(self, numbers: np.ndarray) -> torch.Tensor:
-        """(n, block, block): +inf where the tiles with these numbers keep a pair, -inf elsewhere.
-
-        The minimum with it masks scores, in a fifth of the time of masked_fill_ on a CPU."""
+        """(n, block, block): +inf where these tiles keep a pair, -inf elsewhere. torch.minimum with it masks scores, in a fifth of
+        the time of masked_fill_ on a CPU."""
         if self.decoded is None:
             return self.decode(torch.tensor(numbers, device=self.device))
         if (numbers == numbers[0]).all():
@@ -571,7 +567,7 @@ class _Piece(NamedTuple):
 
 
 class _Loop:
-    """The order in which one mask's blocks are visited. groups: (rows, cols, tiles) from ``_HostTables.groups``."""
+    """The loop over one mask's blocks. groups: (rows, cols, tiles) from ``_HostTables.groups``."""
 
     def __init__(self, block: int, q_len: int, groups: list, tiles: _Tiles):
         self.block, self.q_len, self.groups, self.tiles = block, q_len, groups, tiles
@@ -579,8 +575,8 @@ class _Loop:
         self.buffers: dict[int, torch.Tensor] = {}
 
     def chunks(self, units: int, stacked: int, device):
-        """Yields (slice of units, index of query blocks, [pieces]); each piece has at most ``size`` scores, unless a single block
-        of one unit has more.
+        """Yields (slice of units, index of query blocks, [pieces]). A piece has at most ``size`` scores, or a single block of one
+        unit.
 
         units: the number of (batch, key head) pairs. stacked: query rows in a packed query block.
         """
@@ -607,7 +603,7 @@ class _Loop:
         return self.buffers[number][:count].view(shape)
 
     def mask_scores(self, scores, piece: _Piece, any_score: bool):
-        """Sets the scores of pairs that these blocks' tiles do not keep to -inf. any_score: they may be NaN."""
+        """Sets scores to -inf where these blocks' tiles keep no pair. any_score: scores may be NaN."""
         rows, entries = piece.tiles.shape
         partial = np.flatnonzero((piece.tiles >= 0).any(0))
         if not len(partial):

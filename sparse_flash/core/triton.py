@@ -45,21 +45,21 @@ def _interpreter_refusal(triton_version: str, numpy_version: str) -> str | None:
 
 
 def can_use_kernels(device: torch.device) -> bool:
-    """Whether kernels do the work around attention: on packed documents, and choosing blocks. On a GPU without Triton they do not:
-    the torch back end runs there, which synchronizes anyway."""
+    """Whether kernels rearrange packed documents and choose blocks. On a GPU without Triton, PyTorch operations do: the torch back
+    end, which runs there, synchronizes anyway."""
     return device.type == "cuda" and why_unavailable() is None
 
 
 @constant_in_graphs
 @cache
 def is_interpreted() -> bool:
-    """Whether Triton interprets kernels on the CPU; it reads the variable when kernels are defined."""
+    """Whether Triton interprets kernels on the CPU. Triton reads the variable when kernels are defined."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 @constant_in_graphs  # torch.compile cannot trace the import
 def _refusal(device: torch.device, e4m3: bool) -> str | None:
-    """Why there are no tile sizes for this GPU, or none for e4m3 caches on it; None if there are."""
+    """Why this GPU has no tile sizes, or none for e4m3 caches; None if it has."""
     from ..kernels.portable.configs import refusal
 
     return refusal(device, e4m3)
@@ -120,7 +120,7 @@ def _decode(q, k, v, mask, scale, **options):
 
 
 def decodes(call) -> bool:
-    """Whether a forward pass is the decoding kernel's: one program per head would leave multiprocessors idle, and there are enough
+    """Whether the decoding kernel runs a forward pass: one program per head would leave multiprocessors idle, and there are enough
     keys to share among programs."""
     q, k = call.q, call.k
     if q.shape[2] > FEW_QUERIES or k.shape[2] < MANY_KEYS or call.rest is not None:

@@ -1,5 +1,4 @@
-"""The rest of a call beside its mask (lengths, dropout, score modifications): one value, passed from the call to the
-kernels."""
+"""What a call does besides its mask: lengths, dropout, changes of scores. One value, passed from the call to the kernels."""
 
 from __future__ import annotations
 
@@ -19,10 +18,9 @@ from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
-# In the order in which they cross an operator's boundary.
+# In the order in which they enter an operator.
 _NAMED = (*LENGTHS, "alibi_slopes", "rel_bias")  # as arguments of ``attention``
-_DROPOUT_POSITIONS = ("q_positions", "kv_positions", "batch_heads")
-_TENSORS = ("seed", *_NAMED, *_DROPOUT_POSITIONS, "sinks")
+_TENSORS = ("seed", *_NAMED, "sinks")
 _ONE_NUMBER = "a number, the same for all heads"
 _DROPOUT_STEPS = 1 << 16  # the resolution of a 16-bit draw
 # (score, batch, head, q_pos, k_pos, params) -> score
@@ -34,14 +32,14 @@ _score_functions: dict[str, ScoreFunction] = {}
 
 @dataclass(frozen=True, eq=False)
 class ScoreFunction:
-    """A user's own function of scores, once for PyTorch and once for Triton.
+    """A user's function of scores, for PyTorch and for Triton.
 
-    torch: ``f(score, batch, head, q_pos, k_pos, params) -> score`` in PyTorch operations; each result depends only on its own
-    score. score: float32 (float64 for float64 inputs); the others: int64, of shapes that broadcast to it; params: the tuple of
-    tensors passed to the call. ``torch.func`` computes its derivative. It may read other tensors, and gives them no gradient
-    either: a call that could is refused.
+    torch: ``f(score, batch, head, q_pos, k_pos, params) -> score`` in PyTorch operations; a result depends only on its score.
+    score: float32 (float64 for float64 inputs); the others: int64, of shapes that broadcast to it; params: the tuple of tensors
+    passed to the call. ``torch.func`` computes its derivative. Tensors that it reads get no gradient: a call raises ValueError if
+    one requires it.
     triton: the same function under ``@triton.jit``: score is a float32 tile, batch and head are numbers, q_pos and k_pos int32
-    tiles that broadcast to it, params a tuple of pointers. Inlined into the kernels. None: for PyTorch-only back ends.
+    tiles that broadcast to it, params a tuple of pointers. Inlined into the kernels. None: only PyTorch back ends run it.
     derivative: under ``@triton.jit``, with the same arguments: the derivative of the result by score, finite everywhere.
 
     Create it once, not in each call: each object is compiled separately. Query i has position i + kv_len - q_len, key j position j.
@@ -62,7 +60,7 @@ class ScoreFunction:
         check_parameters(self.torch, "ScoreFunction", names, "params is the tuple score_params, empty by default")
         if (self.triton is None) != (self.derivative is None):
             raise ValueError("a ScoreFunction has triton and derivative both, or neither; the backward pass needs the derivative")
-        # Operators refer to it by name: PyTorch's take tensors, numbers and text.
+        # Operators take tensors, numbers and text, so they refer to it by name.
         name = f"{self.torch.__module__}.{getattr(self.torch, '__qualname__', type(self.torch).__qualname__)}"
         namesakes = sum(known.partition("#")[0] == name for known in _score_functions)
         object.__setattr__(self, "name", f"{name}#{namesakes}" if namesakes else name)
@@ -76,7 +74,7 @@ class ScoreFunction:
 
 
 def _import_path(function: Any) -> tuple[str, str] | None:
-    """The module and name of a function of Triton's, which pickle does not find. Raises PicklingError if it is not there."""
+    """The module and name of a Triton function, by which it is pickled. Raises PicklingError if it is not there."""
     if function is None:
         return None
     decorated = getattr(function, "fn", function)
@@ -98,7 +96,7 @@ def _import_object(path: tuple[str, str] | None) -> Any:
 
 
 def _of_functions(in_torch: _TorchScore, *paths: tuple[str, str] | None) -> ScoreFunction:
-    """Unpickles a ScoreFunction: returns this process's own one with these functions, or a new one. Pickles name this function."""
+    """Unpickles a ScoreFunction: returns the existing one with these functions, or a new one. Pickles name this function."""
     functions = in_torch, *map(_import_object, paths)
     for known in _score_functions.values():
         if (known.torch, known.triton, known.derivative) == functions:
@@ -107,17 +105,14 @@ def _of_functions(in_torch: _TorchScore, *paths: tuple[str, str] | None) -> Scor
 
 
 class Variant(NamedTuple):
-    """Holds the rest of a call beside its mask. ``build_variant`` creates it and checks its values.
+    """What a call does besides its mask. ``build_variant`` creates it and checks its values.
 
-    seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout. q_positions, kv_positions: (tokens / 16,)
-    int32, for dropout of a part of a sequence: the position in the whole of the first of each 16 tokens, which stay together, a
-    multiple of 16; None: the call's. Both or neither; then all blocks are whole. batch_heads: (batch, heads) int32, the batch *
-    heads + head that dropout counts for each head; None: the call's.
+    seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout.
     q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; a token exists at or after its start and before its length.
     alibi_slopes: (batch, heads), rel_bias: (heads, 2 * max_distance + 1), both float32, or float64 for float64 inputs.
-    learned: whether rel_bias needs a gradient. softcap: 0 for none. score_mod, score_params: the user's own function and its
-    tensors. sinks: (heads,), the logit of each head that joins its softmax, after everything else; every back end supports it.
-    learned_sinks: whether it needs a gradient.
+    learned: whether rel_bias needs a gradient. softcap: 0 for none. score_mod, score_params: the user's function and its tensors.
+    sinks: (heads,), a logit of each head that is added to its softmax, after all other changes; every back end supports it.
+    learned_sinks: whether sinks need a gradient.
     """
 
     seed: torch.Tensor | None = None
@@ -127,9 +122,6 @@ class Variant(NamedTuple):
     kv_lens: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     rel_bias: torch.Tensor | None = None
-    q_positions: torch.Tensor | None = None
-    kv_positions: torch.Tensor | None = None
-    batch_heads: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # the last of _TENSORS
     score_params: tuple[torch.Tensor, ...] = ()
     score_mod: ScoreFunction | None = None
@@ -139,7 +131,7 @@ class Variant(NamedTuple):
     learned_sinks: bool = False
 
     def names(self) -> list[str]:
-        """Names the tensors present, without score_params, in the order in which they cross an operator's boundary."""
+        """Names the tensors present, without score_params, in the order in which they enter an operator."""
         return [name for name in _TENSORS if getattr(self, name) is not None]
 
     @property
@@ -147,7 +139,6 @@ class Variant(NamedTuple):
         """The arguments of ``attention`` that a back end must support for this call."""
         used = [name for name in self.names() if name in _NAMED]
         used += ["dropout_p"] * (self.seed is not None)
-        used += [PARTIAL_DROPOUT] * (self.q_positions is not None or self.batch_heads is not None)
         used += ["softcap"] * (self.softcap != 0) + ["score_mod"] * (self.score_mod is not None) + [LEARNED] * self.learned
         return tuple(used)
 
@@ -162,7 +153,7 @@ class Variant(NamedTuple):
 
     @property
     def constants(self) -> tuple[object, ...]:
-        """All but ``tensors()``, and which of these there are."""
+        """Everything except ``tensors()``, and which tensors are present."""
         return *[t is None for t in self[: len(_TENSORS)]], *self[len(_TENSORS) + 1 :]
 
     @property
@@ -170,7 +161,7 @@ class Variant(NamedTuple):
         return Variant._make([*[None] * len(_TENSORS), (), *self[len(_TENSORS) + 1 :]])
 
     def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
-        """In the form an operator takes: ``tensors()``, the names of those present, dropout_p, softcap."""
+        """The operator's arguments: ``tensors()``, their names, dropout_p, softcap."""
         names = [*self.names(), *[LEARNED] * self.learned, *[_LEARNED_SINKS] * self.learned_sinks]
         if self.score_mod is not None:
             names.append(f"={self.score_mod.name}")
@@ -195,13 +186,13 @@ class Variant(NamedTuple):
         )
 
     def gradients(self, *of_learned: torch.Tensor) -> list[torch.Tensor | None]:
-        """For each of ``tensors()``. of_learned: of rel_bias and of sinks, of those that need one."""
+        """The gradient of each of ``tensors()``, or None. of_learned: the gradients of rel_bias and sinks, if they need one."""
         learned = [self.rel_bias] * self.learned + [self.sinks] * self.learned_sinks
         return [next((grad for one, grad in zip(learned, of_learned) if one is t), None) for t in self.tensors()]
 
     @property
     def without_sinks(self) -> Variant | None:
-        """None if there is nothing else, else the variant, whose sinks are then to be ignored."""
+        """None if the variant has only sinks, else the variant; ignore its sinks."""
         alone = self.softcap == 0 and self.score_mod is None and not any(t is not None for t in self[: len(_TENSORS) - 1])
         return None if alone else self
 
@@ -209,7 +200,6 @@ class Variant(NamedTuple):
 NO_VARIANT: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
 LEARNED = "gradient-of-rel_bias"
 _LEARNED_SINKS = "gradient-of-sinks"
-PARTIAL_DROPOUT = "dropout of a part of a sequence"
 
 
 def build_variant(
@@ -222,7 +212,7 @@ def build_variant(
     score_params: tuple[torch.Tensor, ...] = (),
     **tensors: torch.Tensor | None,
 ) -> Variant | None:
-    """The variant of a call, its arguments checked; None for plain attention. tensors: the other tensors that ``attention`` takes.
+    """Checks arguments and returns the variant; None for plain attention. tensors: the other tensors that ``attention`` takes.
 
     Raises ValueError or TypeError. Draws the dropout seed from PyTorch's generator, on q's device, without synchronizing.
     """
@@ -247,8 +237,8 @@ def build_variant(
 
 
 def describe_variant(arguments: dict[str, Any]) -> Hashable | None:
-    """Everything that the checks of ``build_variant`` depend on, for arguments whose check need not be repeated. None for others:
-    the values of lengths on a CPU are checked, and so is what a score_mod reads."""
+    """Everything that the checks of ``build_variant`` depend on; equal descriptions need no second check. None for arguments that
+    must be checked each time: the values of lengths on a CPU, and the tensors that a score_mod reads."""
     description: list[Hashable] = []
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and not (name in LENGTHS and value.device.type == "cpu"):
@@ -261,7 +251,7 @@ def describe_variant(arguments: dict[str, Any]) -> Hashable | None:
 
 
 def refill_variant(variant: Variant, q: torch.Tensor, arguments: dict[str, Any]) -> Variant:
-    """``build_variant`` for arguments of the same description as the ones that ``variant`` is from. variant: without tensors."""
+    """``build_variant`` for arguments with the same description as an earlier call's. variant: the earlier one, without tensors."""
     fields: list[Any] = list(variant)
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
@@ -311,7 +301,7 @@ def _check_floating(name: str, value: torch.Tensor) -> None:
 
 
 def _as_exact(value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The tensor in the type in which sums are made: float32, or float64 if q is."""
+    """The tensor in the dtype of sums: float32, or float64 if q is."""
     return value.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
 
 
@@ -352,7 +342,7 @@ def _check_score_params(
 
 @constant_in_graphs
 def _find_learned(score_mod: str) -> str | None:
-    """The tensor that a ScoreFunction of this name reads, as ``captured.learned`` finds it."""
+    """The name of a tensor that a ScoreFunction reads and that requires a gradient: see ``captured.learned``."""
     return learned(_score_functions[score_mod].torch)
 
 
@@ -364,7 +354,7 @@ def check_dropout(dropout_p: object) -> None:
 
 
 def _dropout_share(dropout_p: float) -> int:
-    """The share of weights that are dropped, in steps."""
+    """The share of weights that are dropped, in steps of 1 / _DROPOUT_STEPS."""
     if isinstance(dropout_p, float) and dropout_p == 0.0:
         return 0
     check_dropout(dropout_p)
@@ -372,21 +362,23 @@ def _dropout_share(dropout_p: float) -> int:
 
 
 def check_number(name: str, value: object, what: str = "a number") -> None:
-    """Raises TypeError unless value is a number; True is none."""
+    """Raises TypeError unless value is a number; a bool is not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         hint = "; use .item()" * hasattr(value, "item")  # a tensor, or a number of numpy
         raise TypeError(f"{name} must be {what}; got {type(value).__name__}{hint}")
 
 
 def check_counts(**counts: object) -> None:
-    """Raises ValueError for a count, by its name, that is no integer of at least 1."""
+    """Raises ValueError unless each count is an integer of at least 1. counts: by name."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, (Integral, torch.SymInt)) or count < 1:
             raise ValueError(f"{name} must be an integer of at least 1; got {count!r}")
 
 
 def check_lengths(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Lengths or starts of sequences, (batch,), in int32: see ``int32_lengths``. Raises TypeError or ValueError for others."""
+    """Checks lengths or starts of sequences, (batch,), and returns them in int32: see ``int32_lengths``. Raises TypeError or
+    ValueError.
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of shape (batch,) on q's device; got {type(value).__name__}")
     if tuple(value.shape) != (q.shape[0],) or value.dtype not in (torch.int32, torch.int64):
@@ -399,8 +391,8 @@ def check_lengths(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) 
 
 
 def int32_lengths(name: str, lengths: torch.Tensor, most: int | None = None) -> torch.Tensor:
-    """int32 or int64 lengths as int32, or starts, up to ``most``. Values beyond int32's range clamp to its ends, as both lie past
-    all tokens. Does not synchronize. On a CPU, raises ValueError for values that leave no token but mean something else."""
+    """Converts int32 or int64 lengths to int32. Values beyond int32's range are clamped to its ends, past all tokens. Does not
+    synchronize. On a CPU, raises ValueError for lengths below 0, or with ``most`` for starts above it."""
     if lengths.device.type == "cpu" and is_plain_eager(lengths):
         wrong = lengths[lengths < 0 if most is None else lengths > most].tolist()
         if wrong:
@@ -420,7 +412,7 @@ def _check_lengths_of_call(name: str, value: torch.Tensor, q: torch.Tensor, k: t
     check_lengths(name, value, q, (q if name.startswith("q") else k).shape[2])
 
 
-# (name, argument, q, k) raises for an argument that does not fit; (argument, q) returns the variant's tensor.
+# A check, (name, argument, q, k), which raises; and a conversion, (argument, q) to the variant's tensor.
 _TENSOR_ARGUMENTS: dict[str, tuple[Callable[..., object], Callable[..., torch.Tensor]]] = {
     **dict.fromkeys(LENGTHS, (_check_lengths_of_call, _as_int32)),
     "alibi_slopes": (_check_slopes, _expand_slopes),
@@ -430,8 +422,8 @@ _TENSOR_ARGUMENTS: dict[str, tuple[Callable[..., object], Callable[..., torch.Te
 
 
 def check_same_device(name: str, value: torch.Tensor, q: torch.Tensor, constant: str | None = None) -> None:
-    """Raises TypeError or ValueError unless value is a tensor on q's device. constant: the fix to suggest for a tensor that
-    requires a gradient where none is computed."""
+    """Raises TypeError or ValueError unless value is a tensor on q's device. constant: for tensors that get no gradient, the fix to
+    suggest if value requires one."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor on q's device; got {type(value).__name__}")
     if value.device != q.device:

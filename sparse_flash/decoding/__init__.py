@@ -1,1 +1,1 @@
-"""Few queries against a cache of keys and values: the checks of a decoding call, its mask and its cache."""
+"""Few queries over a cache of keys and values: the checks of a decoding call, its mask and its cache."""

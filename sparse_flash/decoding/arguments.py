@@ -16,8 +16,8 @@ _Integers: TypeAlias = torch.Tensor | None
 
 
 def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:
-    """Checks as ``check_tensors`` does, for ``attention_decode``, whose k and v are a cache. head_dim and the sizes of pages must
-    not be 0; other sizes may."""
+    """``check_tensors`` for ``attention_decode``, whose k and v are a cache. head_dim and the sizes of pages must not be 0; other
+    sizes may."""
     order = "(batch, kv_heads, capacity, head_dim)" if block_table is None else "(pages, kv_heads, page_size, head_dim)"
     for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
         if tensor.dim() != 4 or tensor.shape[3] == 0:
@@ -50,7 +50,7 @@ def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
 
 
 def check_no_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raises ValueError where a gradient would be needed."""
+    """Raises ValueError if a gradient would be needed."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError(
             "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
@@ -61,7 +61,7 @@ def check_no_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None
 def check_cache_scales(
     q: torch.Tensor, k: torch.Tensor, k_scale: object, v_scale: object, block_table: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(k_scale, v_scale) of ``attention_decode`` as back ends take them: see ``core/backends``."""
+    """Checks the scales of ``attention_decode`` and returns (k_scale, v_scale) for back ends: see ``core/backends``."""
     first, tokens = ("batch", "capacity") if block_table is None else ("pages", "page_size")
     shape = f"({first}, kv_heads)"
     if k.dtype != E4M3:
@@ -79,7 +79,7 @@ def check_cache_scales(
 
 
 def _check_cache_scale(name: str, scale: object, x: torch.Tensor, q: torch.Tensor, shape: str, by_token: str) -> torch.Tensor:
-    """A scale of x, keys or values. shape, by_token: of a scale for each head, and for each token, in words."""
+    """Checks a scale of x, keys or values. shape, by_token: the text for a scale of each head, and of each token."""
     if not isinstance(scale, torch.Tensor):
         raise TypeError(
             f"{name} of an e4m3 cache must be a float32 tensor of shape {shape}; got {type(scale).__name__}; pass what stored "
@@ -98,7 +98,7 @@ def _check_cache_scale(name: str, scale: object, x: torch.Tensor, q: torch.Tenso
 def check_cache_lengths(
     q: torch.Tensor, page_size: int, kv_lens: _Integers, kv_starts: _Integers, block_table: _Integers
 ) -> tuple[_Integers, _Integers, _Integers]:
-    """(kv_lens, kv_starts, block_table) of ``attention_decode``, all in int32."""
+    """Checks and returns (kv_lens, kv_starts, block_table) of ``attention_decode``, all in int32."""
     kv_lens = None if kv_lens is None else check_lengths("kv_lens", kv_lens, q, page_size)
     kv_starts = None if kv_starts is None else check_lengths("kv_starts", kv_starts, q, page_size)
     if kv_starts is not None and block_table is not None:
@@ -118,7 +118,7 @@ def check_cache_lengths(
 
 
 def check_decoding_mask(mask: BlockMask, capacity: int, q: torch.Tensor) -> None:
-    """Raises ValueError where a mask was not made for a cache of this capacity."""
+    """Raises ValueError unless a mask was made for a cache of this capacity."""
     if mask.q_len != mask.kv_len or mask.q_len < capacity:
         raise ValueError(
             f"a mask for decoding must be square and cover the cache's capacity of {capacity} tokens; got q_len={mask.q_len}, "

@@ -1,4 +1,4 @@
-"""A layer's keys and values of the tokens seen so far."""
+"""A layer's cache of keys and values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from ..core.variant import check_counts
 
 
 class KeyValueCache:
-    """The keys and values of the tokens seen so far, for one layer. Allocates room for ``length`` tokens at once.
+    """One layer's keys and values of the tokens seen so far. Allocates ``length`` tokens at once.
 
-    keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room. room: both, (batch, kv_heads, length, head_dim).
-    dtype: of the room. torch.float8_e4m3fn takes half the memory of bfloat16. Each token of a head then has a scale of its own, so
-    later tokens may be larger than all so far, and none is clipped or stored anew. Each access computes ``keys`` and ``values``
-    anew, in float32. scales: of keys and of values, (batch, kv_heads, length) float32; None for other dtypes.
-    v_head_dim: head_dim of the values; that of the keys by default.
+    keys, values: (batch, kv_heads, tokens seen, head_dim), views of ``room``. room: the storage of keys and of values, (batch,
+    kv_heads, length, head_dim) each.
+    dtype: of the storage. torch.float8_e4m3fn takes half the memory of bfloat16, with a scale for each token of a head, so later
+    larger tokens are not clipped; each access to ``keys`` and ``values`` then computes them in float32. scales: of keys and of
+    values, (batch, kv_heads, length) float32; None for other dtypes.
+    v_head_dim: head_dim of the values; by default that of the keys.
     """
 
     def __init__(
@@ -53,29 +54,29 @@ class KeyValueCache:
         return self._read_tokens(self.tokens, 1, torch.float32)
 
     def _read_tokens(self, tokens: int, which: int, dtype: torch.dtype) -> torch.Tensor:
-        """The room's first tokens, keys or values; e4m3 ones in this dtype."""
+        """Reads the first tokens, keys or values. dtype: of e4m3 ones."""
         stored = self.room[which][:, :, :tokens]
         return stored if self.scales is None else dequantized(stored, self.scales[which][:, :, :tokens], dtype)
 
     def held(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Keys and values of the room's first tokens as they are stored, and their scales as ``attention_decode`` takes them."""
+        """Returns the first tokens' keys and values as stored, and their scales as keywords of ``attention_decode``."""
         k, v = (room[:, :, :tokens] for room in self.room)
         scales = () if self.scales is None else (scale[:, :, :tokens] for scale in self.scales)
         return k, v, dict(zip(("k_scale", "v_scale"), scales, strict=False))
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does ``store``, and returns ``keys`` and ``values``, in k's dtype if they are e4m3."""
+        """Stores k and v, and returns ``keys`` and ``values``, in k's dtype if the cache is e4m3."""
         self.store(k, v)
         return self._read_tokens(self.tokens, 0, k.dtype), self._read_tokens(self.tokens, 1, k.dtype)
 
     def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients.
-        Raises ValueError if they do not fit, TypeError for wrong types."""
+        """Stores k and v, (batch, kv_heads, tokens, head_dim), without their gradients. Raises ValueError if they do not fit,
+        TypeError for wrong types."""
         self.tokens = self._write(k, v)
 
     def _write(self, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Writes k and v after the tokens seen so far, and returns how many tokens there are with them. ``tokens`` stays, so that a
-        call that fails after this one leaves the cache as it was."""
+        """Writes k and v after the tokens seen so far, and returns the new number of tokens. ``tokens`` stays, so if a later step
+        fails, the cache is as before."""
         for name, tensor in (("k", k), ("v", v)):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
@@ -92,7 +93,7 @@ class KeyValueCache:
         for which, new in enumerate((k.detach(), v.detach())):
             if self.scales is not None:
                 new = new.float()
-                # The largest number of a token is stored as the largest of e4m3; a token of zeros as zeros.
+                # A token's largest number becomes 448, the largest of e4m3; zeros stay zeros.
                 scale = torch.linalg.vector_norm(new, torch.inf, -1).div_(448.0).clamp_(min=2.0**-126)
                 self.scales[which][:, :, self.tokens : stop] = scale
                 new = new / scale[..., None]
@@ -100,5 +101,5 @@ class KeyValueCache:
         return stop
 
     def reset(self) -> None:
-        """Forgets all tokens; the room stays."""
+        """Removes all tokens; the storage stays."""
         self.tokens = 0

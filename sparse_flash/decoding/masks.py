@@ -1,4 +1,5 @@
-"""The mask of a decoding call: a pattern's table of the cache's capacity, compiled once and read row by row as the cache fills."""
+"""The mask of a decoding call: a pattern's table for the cache's capacity, compiled once; a step reads the rows of its
+positions."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from .arguments import MAX_QUERIES, check_decoding_mask
 
 
 def is_decode_step(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:
-    """Whether ``attention_decode`` on a cache exactly as long as its tokens gives what ``attention`` would, at less cost: a mask
-    compiled per length would be recompiled for every token."""
+    """Whether ``attention_decode``, on a full cache, gives the same result as ``attention`` and avoids compiling a mask for every
+    token."""
     return can_decode(q, k) and not (isinstance(mask, BlockMask) or torch.compiler.is_compiling())
 
 
 def can_decode(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether ``attention_decode`` supports what a call asks for with these queries and keys, given a mask that fits."""
+    """Whether ``attention_decode`` supports these queries and keys, given a mask that fits."""
     few = q.shape[2] <= MAX_QUERIES and q.shape[2] <= k.shape[2] and q.dtype == k.dtype
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     return few and not (gradient or autocast_applies(q.device))
@@ -45,7 +46,7 @@ def resolve_mask(
     if isinstance(mask, BlockMask):
         check_decoding_mask(mask, capacity, q)
         return (None if mask.keeps_all else mask), False
-    # index() turns a symbolic capacity into a plain number: a compiled graph holds the table of one capacity.
+    # index() makes a symbolic capacity a plain number: a compiled graph holds the table of one capacity.
     length = _rounded(operator.index(capacity))
     if torch.compiler.is_compiling():
         is_causal, tensors = _constant_tables(to_traceable(mask), length, q.device)
@@ -60,7 +61,7 @@ def resolve_mask(
             ends = torch.full((1,), capacity) if kv_lens is None else kv_lens.clamp(max=capacity)
             counts = ends if kv_starts is None else ends - kv_starts.clamp(min=0)
             for kv_len in set(counts[counts > 0].tolist()):
-                check_fit(named, min(q.shape[2], kv_len - 1), kv_len)  # fewer than keys, as later tokens may be yet to come
+                check_fit(named, min(q.shape[2], kv_len - 1), kv_len)  # fewer queries than keys, as later tokens may follow
     table, is_causal = _compiled(mask, length, q.device)
     if table is not None:
         check_decoding_mask(table, capacity, q)
@@ -69,8 +70,8 @@ def resolve_mask(
 
 
 def _rounded(capacity: int) -> int:
-    """The next multiple of an eighth of the power of two below it, in whole blocks: a cache tensor that grows with every token
-    compiles its pattern eight times per doubling."""
+    """Rounds up to a multiple of an eighth of the power of two below, in whole blocks: a cache that grows with every token compiles
+    its pattern eight times per doubling."""
     unit = max(DEFAULT_BLOCK_SIZE, 1 << max(0, capacity.bit_length() - 4))
     return -(-capacity // unit) * unit
 
@@ -80,14 +81,14 @@ def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tupl
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     if pattern in (causal(), full()):
         return None, pattern == causal()
-    # No key is later than the last query, and blocks of later keys would only cost programs time.
+    # No key is later than the last query; blocks of later keys would only cost time.
     pattern = pattern & (causal() | local(MAX_QUERIES))
     return run_in_thread(compile_up_to, pattern, length, length, DEFAULT_BLOCK_SIZE, device), False
 
 
 @constant_in_graphs
 def _constant_tables(pattern: Pattern | str, length: int, device: torch.device) -> tuple[bool, list[torch.Tensor]]:
-    """Returns (is causal, the table's tensors) as constants of a compiled graph."""
+    """Returns (whether it is causal, the table's tensors) as constants of a compiled graph."""
     with plain_tensors():
         mask, is_causal = _compiled(pattern, length, device)
         return is_causal, [] if mask is None else mask.constants()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from ..compat.constants import constant_in_graphs
@@ -20,12 +21,15 @@ from ..compat.pytorch import is_plain_eager
 from ..core.triton import can_use_kernels as can_use_kernels
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
+from ..masks.build import from_entries
 from ..masks.cache import fake_tensors_if_needed
 from ..masks.document_blocks import document_tables
+from ..masks.grid import BlockGrid, concat_ranges
 from ..masks.select_blocks import build_work
-from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, KernelTables, Table, most_splits
+from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, KernelTables, Table, most_splits
+from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
 from .documents import BLOCK, PackedDocuments, most_blocks, read_sizes
-from .long_document import LongRuns, long_document
+from .long_document import LongDocument, LongRuns, long_document
 from .moved import MovedDocuments, move_documents
 
 # Blocks that start where documents start pay for calls of so many tokens, with so many in a document on average, of drawn lengths,
@@ -41,9 +45,12 @@ def pack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | No
     """
     q_side, k_side = read_sizes(queries, keys)
     (starts, tokens, longest), device = q_side, q_side.cu_seqlens.device
-    if not can_use_kernels(device):
-        return move_documents(pattern, queries, keys)
     is_plain = is_plain_eager(starts, k_side.cu_seqlens)
+    if not can_use_kernels(device):
+        made = None
+        if is_plain and device.type == "cpu":
+            made = _mask_on_host(long_document(pattern, longest, k_side.longest, keys is None, device), q_side, k_side)
+        return move_documents(pattern, queries, keys) if made is None else made
     documents = starts.shape[0] - 1
     if keys is None and is_plain and documents > 1 and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN):
         long_runs = long_document(pattern, longest, longest, True, device).runs
@@ -113,6 +120,32 @@ def _fill_tables(queries, keys, runs, rows: int, k_rows: int, before: int, entri
         by_query, by_key, tile_runs, _ = fill_spans(queries, keys, runs, rows, k_rows, before, entries, tiles, BLOCK)
         work = build_work(by_query[:3], by_key[:3], k_rows, rows)
     return [*by_query[:5], *work[0], *by_key[:5], *work[1], tile_runs]
+
+
+def _mask_on_host(document: LongDocument, queries: PackedDocuments, keys: PackedDocuments) -> BlockMask | None:
+    """The mask on a CPU, where values of cu_seqlens are known; None for a pattern that does not keep single runs."""
+    if document.runs is None:
+        return None
+    (q_start, q_len), (k_start, k_len) = ([t.numpy() for t in side.extents()] for side in (queries, keys))
+    number = np.repeat(np.arange(len(q_len)), q_len)
+    within = concat_ranges(np.zeros_like(q_len), q_len)
+    runs = document.runs.constants[0].numpy().astype(np.int64)
+    first, stop = runs[:, document.before * BLOCK + within + (k_len - q_len)[number]]
+    stop = np.minimum(stop, k_len[number])
+    grid = BlockGrid(queries.tokens, keys.tokens, BLOCK)
+    packed = np.zeros((2, grid.q_blocks * BLOCK), np.int64)  # of each packed query; both 0 if it keeps nothing
+    packed[:, q_start[number] + within] = np.where(first < stop, k_start[number] + np.stack([first, stop]), 0)
+    first, stop = packed.reshape(2, grid.q_blocks, BLOCK)
+    low, high = np.where(stop > first, first, keys.tokens).min(1) // BLOCK, -(-stop.max(1) // BLOCK)
+    count = np.maximum(0, high - low)
+    rows, cols = np.repeat(np.arange(grid.q_blocks), count), concat_ranges(low, count)
+    pool, tiles = TilePool(BLOCK), np.zeros(len(rows), np.int64)
+    for batch in dense_batches(len(rows), BLOCK):
+        here = [np.clip(bound[rows[batch]] - cols[batch, None] * BLOCK, 0, BLOCK) for bound in (first, stop)]
+        tiles[batch] = pool.add_runs(pack_runs(*here))
+    kept = tiles != EMPTY_TILE
+    made = from_entries(grid, Entries(rows[kept], cols[kept], tiles[kept]), pool)
+    return BlockMask.from_tensors(*made.sizes, made.tensors())
 
 
 class _MaskOfDocuments(BlockMask):

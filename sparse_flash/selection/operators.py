@@ -34,8 +34,8 @@ from . import hopper, reference, triton
 from . import torch as selection_torch
 from .block_selection import BlockSelection
 
-_Packed: TypeAlias = tuple[Tensor, list[Tensor], int, int, int, bool]
-_Call: TypeAlias = tuple[Tensor, list[Tensor], int, int, int, bool, float | None, str]
+_Packed: TypeAlias = tuple[Tensor, list[Tensor], int, int]
+_Call: TypeAlias = tuple[Tensor, list[Tensor], int, int, float | None, str]
 
 BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": triton, "torch": selection_torch, "reference": reference}
 
@@ -64,11 +64,11 @@ def _pack_selection(selection: BlockSelection) -> _Packed:
     """A selection in the form an operator takes."""
     always = selection.always
     tables, size = ([selection.picks], 0) if always is None else (always.tensors(), always.block_size)
-    return selection.picks, tables, size, selection.block_size, selection.every, selection.own
+    return selection.picks, tables, size, selection.block_size
 
 
 # The last arguments of each operator: ``_Packed``, the scale and the back end.
-_CALL = "Tensor picks, Tensor[] tables, SymInt tables_block, SymInt block_size, SymInt every, bool own, float? scale, str backend"
+_CALL = "Tensor picks, Tensor[] tables, SymInt tables_block, SymInt block_size, float? scale, str backend"
 
 
 def _define_operator(name: str, tensors: str, results: str) -> Callable[[Callable[..., object]], CustomOpDef]:
@@ -79,10 +79,10 @@ def _define_operator(name: str, tensors: str, results: str) -> Callable[[Callabl
 
 def _prepare_call(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[ModuleType, BlockSelection, float]:
     """(back end, selection, scale) of a call; the same for both passes."""
-    picks, tables, tables_block, block_size, every, own, scale, backend = call
+    picks, tables, tables_block, block_size, scale, backend = call
     q_len, kv_len = q.shape[2], k.shape[2]
     always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
-    selection = BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
+    selection = BlockSelection(picks, q_len, kv_len, block_size, always)
 
     def supports(name: str, call: Call) -> str | None:
         return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
@@ -143,7 +143,7 @@ def _(dblock_lse: Tensor, q: Tensor, k: Tensor, *call: Any) -> tuple[Tensor, Ten
 
 def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
     """inputs: q, k and perhaps v, then ``_Call``."""
-    tensors, (picks, tables, *ctx.options) = inputs[:-8], inputs[-8:]
+    tensors, (picks, tables, *ctx.options) = inputs[:-6], inputs[-6:]
     results = output if isinstance(output, tuple) else (output,)
     ctx.save_for_backward(*tensors, *results, picks, *tables)
     ctx.set_materialize_grads(False)

@@ -87,7 +87,7 @@ class PackedSelection:
         none = (self.picks < 0) | ~place.exists[:, None]
         picks = torch.where(none, 0, self.picks + first + 1).to(torch.int32)
         picks = put_rows(picks, 1, axis.row_of_token, axis.rows)[None] - 1
-        return BlockSelection(picks, axis.rows, axis.rows, self.block_size, own=False, always=table), axis
+        return BlockSelection(picks, axis.rows, axis.rows, self.block_size, table), axis
 
 
 # Lets torch.load read a saved selection without weights_only=False, if ``always`` is text or None.

@@ -5,7 +5,6 @@ import pickle
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from accepted import needs_triton
@@ -21,14 +20,13 @@ from calls import (
     own_in_torch,
     surviving,
 )
-from oracle import BACKENDS, DEVICE, dense_attention, inputs_of, make_call, normal, record, sizes_for, unless_refused
+from oracle import BACKENDS, DEVICE, inputs_of, make_call, normal, sizes_for
 
 import sparse_flash as sf
 from sparse_flash.core import backends
 from sparse_flash.core import variant as variant_module
 from sparse_flash.core.definition import philox_2x32, philox_4x32
 from sparse_flash.core.variant import build_variant
-from sparse_flash.parallel.routes import LocalMask
 
 try:
     import triton
@@ -147,38 +145,6 @@ def test_the_smallest_and_the_largest_share_are_those_of_sixteen_bits(backend):
         out = sf.attention(q, k, v, dropout_p=dropout_p, backend=backend)
         assert torch.equal(out != 0, kept[..., : v.shape[3]]) and abs(kept.float().mean() - (1 - dropout_p)) < 1e-3
         assert all(t.isfinite().all() for t in (out, *torch.autograd.grad(out.sum(), v)))
-
-
-@every_backend
-@parametrize("block", [16, 32])
-def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
-    tokens, rows, cols = 3 * block, np.array([2, 0]), np.array([1, 2, -1, 0])  # blocks; -1 keeps nothing
-    q, k, v, dout = inputs(q_len=tokens, kv_len=tokens)
-    survives = surviving(q, k, 0.3, 3).flip(1)
-    part = LocalMask.from_blocks(sf.compile_mask("causal & strided(7, block=1)", tokens, tokens, block), rows, cols).to(
-        torch.device(DEVICE)
-    )
-    torch.manual_seed(3)
-    batch_heads = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=DEVICE)  # with its two heads the other way round
-    positions = {"q_positions": part.q_positions, "kv_positions": part.kv_positions, "batch_heads": batch_heads}
-    given = build_variant(q, k, dropout_p=0.3)._replace(**positions)
-    run = backends.get_backend(backend)
-    if backend == "hopper":
-        assert run.supports(make_call(q, k, part.mask, variant=given)) == "it does not support dropout of a part of a sequence"
-        return
-    with unless_refused():
-        backends.choose_backend(backend, make_call(q, k, part.mask))
-    of_rows, of_cols = ((blocks[:, None].clip(0) * block + np.arange(block)).ravel() for blocks in (rows, cols))
-    q, k, v, dout = q[:, :, of_rows], k[:, :, of_cols], v[:, :, of_cols], dout[:, :, of_rows]
-    call = record(q, k, v, part.mask, 0.25, given)
-    out, lse = run.forward(call)
-    grads = run.backward(call, dout, None, out, lse)
-    exact = [t.double().requires_grad_() for t in (q, k, v)]
-    survives, kept = survives[:, :, of_rows][..., of_cols], part.mask.to_dense()
-    wanted, _ = dense_attention(*exact, kept, dropout_p=given.dropout_p, survives=survives)
-    wanted_grads = torch.autograd.grad(wanted, exact, dout.double())
-    for mine, right in zip((out, *grads), (wanted, *wanted_grads), strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_follows_manual_seed_and_without_it_the_generator_is_left_alone():
