@@ -34,8 +34,8 @@ OTHERS = [
     "shifted(documents((0, 70, 900, 2600)), 100, allow_uncovered=True) | global_tokens(100) | last_tokens(50)",
     "strided(6, block=16)",
     "tile_window(video_layout(7, 15, 30, tile=(2, 4, 8), prefix=5), (1, 3, 3), keep_beside=False)",
-    "causal & (pooled(mass=0.7, share_group=True, block=64) | sinks(9))",
-    "sampled(5, floor=0.05, reduce='mean', block=64)",
+    "causal & (pooled(mass=0.7, block=64) | sinks(9))",
+    "sampled(5, floor=0.05, block=64)",
     "pooled(budget=0.3, block=64)",
 ]
 
