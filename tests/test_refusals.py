@@ -123,7 +123,6 @@ SELECTION = sf.BlockSelection.from_picks(PICKS, 16)
 TWO, ALWAYS = (sf.topk_blocks(Q[:, :, :2], K, 2, every=1, block_size=16, always=always) for always in (None, "sinks(4)"))
 PACKED = sf.topk_blocks(P, PK, 2, block_size=16, cu_seqlens_q=ENDS)
 # Kept blocks as lists and as compressed rows.
-LISTS, COUNTS, CROW, COL = ints([0, 1, 2], [1, 0, 2], [0, 2, 1]), ints(2, 1, 2), ints(0, 2, 3, 5), ints(0, 1, 1, 0, 2)
 
 VIDEO = sf.VideoLayout(3, 5, 7, (2, 4, 4), prefix=6, suffix=3)
 TILES, RADIAL = sf.tile_window(VIDEO, 1), sf.radial(sf.VideoLayout(8, 8, 16))
@@ -156,8 +155,6 @@ CALLS = {
     "attention_choose": (sf.attention, {"q": Q, "k": K, "v": K, "mask": CHOOSER}),
     "choose": (sf.choose_blocks, {"spec": CHOOSER, "q": Q, "k": K}),
     "blocks": (sf.BlockMask.from_blocks, {"blocks": bools(2, 2), "block_size": 128}),
-    "blocks_from_lists": (sf.BlockMask.from_lists, {"kv_indices": LISTS, "kv_counts": COUNTS, "block_size": 16}),
-    "blocks_from_bsr": (sf.BlockMask.from_bsr, {"crow_indices": CROW, "col_indices": COL, "block_size": 16}),
     "compile": (sf.compile_mask, {"pattern": "causal", "q_len": 64}),
     "layer": (sf.SparseAttention, {"dim": 48, "heads": 4}),
     "layer_call": (called_layer, {"x": zeros(2, 64, 48)}),
@@ -271,7 +268,7 @@ TABLES = (
     # Keywords of other libraries.
     foreign("attention", is_causal='pass mask="causal"', enable_gqa="leave it out", window_size="local(w)", sm_scale="scale=",
         return_attn_probs="return_lse=True", causl="did you mean 'causal'? pass mask=\"causal\"", max_seqlen="attention_varlen",
-        attn_mask="BlockMask.from_dense", block_mask="mask=", mask_mod="BlockMask.from_mask_mod", cache_seqlens="kv_lens=",
+        attn_mask="BlockMask.from_dense", block_mask="mask=", mask_mod="create_block_mask", cache_seqlens="kv_lens=",
         block_size="block_size=...); a chooser has its own, as in sampled(8, keep=0.1, block=64)"),
     foreign("attention decode varlen", backened="did you mean 'backend'?", zzz="it takes q, k, v,"),
     foreign("varlen", cu_seqlens="did you mean 'cu_seqlens_q'?"),
@@ -299,7 +296,7 @@ TABLES = (
     row("varlen", T, "pass the pattern that it was compiled from", mask=compiled("causal", 64)),
     row("attention decode varlen explain draw", V, UNNAMED, mask="documents((0, 20, 30))"),
     row("compile", V, UNNAMED, pattern="causal & documents((0, 20, 30))"),
-    row("topk blocks blocks_from_lists", V, UNNAMED, within="documents((0, 20, 30))"),
+    row("topk blocks", V, UNNAMED, within="documents((0, 20, 30))"),
     row(of_heads, V, UNNAMED, masks=["documents((0, 20, 30))", "full"], q_len=64),
     row("decode varlen", V, LAST, mask="~(local(3) | last_tokens(9))"),
     *(row("attention", V, LAST, mask=mask, **{name: ints(30, 30)}) for name in ("q_lens", "kv_lens")
@@ -476,16 +473,6 @@ TABLES = (
     each(sf.BlockMask.from_dense, V, "must be a bool tensor of shape", kept=(ones(3, 3), bools(3, 3, 3))),
     row(sf.BlockMask.from_dense, T, "kept must be a bool tensor; got list", kept=[[True]]),
     each(sf.BlockMask.from_flex, T, "got sparse_flash.*{type}", mask=(compiled("causal", 20), sf.causal())),
-    row("blocks_from_lists", T, "kv_indices must be an integer tensor; got list", kv_indices=[[0]]),
-    row("blocks_from_lists", V, "kv_counts must be int32 or int64; got torch.float32", kv_counts=COUNTS.float()),
-    row("blocks_from_lists", V, "kv_counts must be on cpu, as kv_indices is; got one on meta", kv_counts=COUNTS.to("meta")),
-    row("blocks_from_lists", V, r"shape .*3, n\) .* got \(3, 3\) and \(2,\)", kv_counts=COUNTS[:2]),
-    row("blocks_from_lists", V, "q_len must have 3 blocks of 16 queries, .* got 65", q_len=65),
-    row("blocks_from_lists", V, "kv_indices must be blocks of keys, 0 to 1; got 2; pass the kv_len", kv_len=32),
-    each("blocks_from_lists", V, "kv_counts must be 0 to 3, .* got (1 to 4|-1 to 2)", kv_counts=(ints(1, 4, 2), ints(1, -1, 2))),
-    row("blocks_from_bsr", V, r"crow_indices must have shape \(q_blocks \+ 1,\) or .* \(1, 1, 5\)", col_indices=COL[None, None]),
-    row("blocks_from_bsr", V, "crow_indices must start with 0, not decrease, and end with at most 4", col_indices=COL[:-1]),
-    each("blocks_from_bsr", V, "must start with 0, not decrease", crow_indices=(CROW + 1, ints(0, 3, 2, 5))),
     each("compile", V, "q_len must be a positive integer number of tokens; got {}", q_len=(0, 64.0, True)),
     row("compile", V, r"at most 2\^31 - 1 tokens; got 99,999,999,999", q_len=99_999_999_999),
     each("compile", V, r"power of two in 16\.\.256; got {}; try", block_size=(48, 8, 512, 64.0)),
@@ -526,16 +513,9 @@ TABLES = (
       for text in ("topk_blocks", "causal & topk_blocks(keep=4)")),
     row(write_call, V, "a set has no spec text", name="local", positional=[{1}], keyword={}),
     row(sf.from_mask_fn, T, "must be a function", fn=3),
-    row(sf.from_mask_fn, T, r"of \(q, kv\); got one of \(b, h, q, kv\).*from_mask_mod takes", fn=lambda b, h, q, kv: q >= kv),
+    row(sf.from_mask_fn, T, r"of \(q, kv\); got one of \(b, h, q, kv\).*create_block_mask takes", fn=lambda b, h, q, kv: q >= kv),
     row("compile", T, "must return booleans; got int64", pattern=sf.from_mask_fn(lambda q, kv: q - kv)),
     row("compile", V, "must broadcast to", pattern=sf.from_mask_fn(lambda q, kv: (q > kv)[..., :3])),
-    *(row(sf.BlockMask.from_mask_mod, error, said, mask_mod=rule, batch=None, heads=None, q_len=64) for rule, error, said in (
-        ("causal", T, "must be a function"),
-        (lambda b, h, q, kv: q >= kv if q > 3 else q == kv, V, r"<lambda> raised: .*torch.where"),
-        (lambda b, h, q, kv: q - kv, T, "must return a bool tensor; <lambda> returned torch.int64"),
-        (lambda b, h, q, kv: True, T, "returned bool"),
-        (lambda q, kv: q >= kv, T, r"a function of \(b, h, q_idx, kv_idx\); got one of \(q, kv\).*from_mask_fn"))),
-    row(sf.BlockMask.from_mask_mod, V, "heads must be a positive", mask_mod=lambda b, h, q, kv: q > 0, batch=1, heads=0, q_len=9),
     row(compiled("causal", 300).in_blocks_of, V, "block_size must be a multiple of the mask's 128; got 64", block_size=64),
     row("compile", V, r"local\(5\) must start within the sequence; the .* 37 tokens, the pattern starts at 40; shift it by",
         pattern="shifted(local(5), 40)", q_len=37),

@@ -25,7 +25,7 @@ _ADVICE = {
     "pass it as mask=: masks of FlexAttention are taken as they are": "block_mask",
     f"pass a table with such blocks, mask=compile_mask(pattern, q_len, kv_len, block_size=...); {_BLOCK}": "block_size",
     _BLOCK: "block",
-    "pass mask=BlockMask.from_mask_mod(mask_mod, batch, heads, q_len, kv_len), made once, outside of the loop": "mask_mod",
+    "pass mask=create_block_mask(mask_mod, ...) of FlexAttention, made once, outside of the loop": "mask_mod",
     "leave it out: k and v may have fewer heads than q, a number that divides q's": "enable_gqa",
     'pass mask="local(w)", which keeps |query - key| < w, or "causal & local(w)"; a window (left, right) of FlashAttention is '
     '"window(left, right)"': "window_size",

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-from ..compat.captured import check_parameters, state_of
+from ..compat.captured import state_of
 from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import mark_lengths_dynamic, outside_graphs, outside_inference, with_fixed_lengths
 from ..compat.names import PACKAGE
@@ -27,8 +27,7 @@ from .compiler import compile_tables
 from .costs import is_dense_as_fast
 from .document_blocks import document_blocks
 from .fit import check_fit
-from .from_flex import MaskFunction
-from .from_maps import check_integers, dense_tensors, map_from_lists, map_from_rows, select_by_maps
+from .from_maps import dense_tensors, select_by_maps
 from .grid import BlockGrid
 from .mask_tables import MaskTables
 from .memory import cached_until_cleared, register_clear
@@ -50,7 +49,7 @@ _MOST_KEPT_BLOCKS = 1 << 20  # of a remembered mask that keeps every block; some
 def _public(names: Iterable[str]) -> list[str]:
     """What ``dir`` shows of a BlockMask: what users read of it, and not what the package keeps with it."""
     fields = "q_len kv_len block_size keeps_all mask_index by_query by_key tile_runs tile_bits device masks nbytes "
-    makers = "from_blocks from_bsr from_dense from_flex from_lists from_mask_mod per_batch per_head select to transpose "
+    makers = "from_blocks from_dense from_flex per_batch per_head select to transpose "
     contents = "density block_density block_states kept_blocks kept_keys to_dense is_causal equal"
     return [name for name in names if name in (fields + makers + contents).split() or name.startswith("__")]
 
@@ -166,56 +165,6 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
         return from_block_maps(blocks, grid, resolve_within(within, grid, blocks.device))
 
     @staticmethod
-    @outside_inference
-    def from_lists(
-        kv_indices: torch.Tensor,
-        kv_counts: torch.Tensor,
-        block_size: int,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        within: MaskLike | None = None,
-    ) -> BlockMask:
-        """A mask from lists of the blocks of keys that each block of queries keeps, on the device of the lists.
-
-        kv_indices: (batch | 1, heads | 1, q_blocks, n) or (q_blocks, n) int32 or int64. Row r keeps the blocks of keys
-        kv_indices[..., r, : kv_counts[..., r]], in any order; entries past the count may hold anything.
-        kv_counts: (batch | 1, heads | 1, q_blocks) or (q_blocks,) int32 or int64, 0 to n. The queries of a count of 0 return 0.
-        block_size: tokens on a side of a block. q_len: tokens; whole blocks by default. kv_len: tokens; q_len by default.
-        within: which pairs of those blocks to keep, as for ``from_blocks``.
-
-        Like ``from_blocks``, it needs no host synchronization and is safe under CUDA graphs. Raises ValueError for CPU tensors with
-        a block beyond the keys or a count beyond n. Values on a GPU are not checked: blocks beyond the keys are left out.
-        """
-        check_integers(("kv_indices", "kv_counts"), kv_indices, kv_counts)
-        grid = _grid_of_rows(kv_indices.shape[-2] if kv_indices.dim() > 1 else 1, block_size, q_len, kv_len)
-        return BlockMask.from_blocks(map_from_lists(kv_indices, kv_counts, grid.shape), block_size, grid.q_len, grid.kv_len, within)
-
-    @staticmethod
-    @outside_inference
-    def from_bsr(
-        crow_indices: torch.Tensor,
-        col_indices: torch.Tensor,
-        block_size: int,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        within: MaskLike | None = None,
-    ) -> BlockMask:
-        """A mask from compressed rows of kept blocks (BSR), on the device of these tensors.
-
-        For a torch.sparse_bsr tensor t, pass ``t.crow_indices()`` and ``t.col_indices()``; every stored block is kept, whatever its
-        values. FlashInfer calls the two indptr and indices.
-        crow_indices: (q_blocks + 1,) or (batch | 1, heads | 1, q_blocks + 1) int32 or int64. Row r keeps the blocks of keys
-        col_indices[..., crow_indices[..., r] : crow_indices[..., r + 1]], in any order.
-        col_indices: (nnz,) or (batch | 1, heads | 1, nnz) int32 or int64; entries past the last row's may hold anything.
-        block_size, q_len, kv_len, within: as for ``from_lists``. So are the errors, and it needs no host synchronization either.
-        """
-        check_integers(("crow_indices", "col_indices"), crow_indices, col_indices)
-        grid = _grid_of_rows(crow_indices.shape[-1] - 1 if crow_indices.dim() else 1, block_size, q_len, kv_len)
-        return BlockMask.from_blocks(
-            map_from_rows(crow_indices, col_indices, grid.shape), block_size, grid.q_len, grid.kv_len, within
-        )
-
-    @staticmethod
     @outside_graphs
     def from_dense(kept: torch.Tensor, block_size: int = 128) -> BlockMask:
         """The mask of a bool tensor, True where a pair is kept, on its device.
@@ -234,49 +183,14 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
         that it lists as partial. A flex_attention rule counts queries from 0, and so does this mask, whatever the lengths:
         alignment at the end belongs to patterns, not to tables. A ``score_mod`` is not part of a mask.
 
-        A mask without a token rule has None or PyTorch's ``noop_mask`` as its ``mask_mod``. It is converted like the lists of
-        ``from_lists``: without host synchronization, also in CUDA graphs and compiled code. The sides of its blocks may be any
+        A mask without a token rule has None or PyTorch's ``noop_mask`` as its ``mask_mod``. It is converted like the map of
+        ``from_blocks``: without host synchronization, also in CUDA graphs and compiled code. The sides of its blocks may be any
         multiples of 16, as its blocks are divided into square ones that tables support.
         """
         if from_flex.keeps_listed_blocks(mask):
             blocks, grid = from_flex.map_from_flex(mask)
             return from_block_maps(blocks, grid, dense_mask(grid, blocks.device))
         return BlockMask.of_tables(from_flex.from_flex(mask)).to(mask.kv_indices.device)
-
-    @staticmethod
-    @outside_graphs
-    def from_mask_mod(
-        mask_mod: MaskFunction,
-        batch: int | None,
-        heads: int | None,
-        q_len: int,
-        kv_len: int | None = None,
-        block_size: int = 128,
-        device: Device | None = None,
-        *,
-        progress: bool | None = None,
-    ) -> BlockMask:
-        """The mask of a FlexAttention mask function, as for ``create_block_mask``: every pair for which it is true.
-
-        mask_mod: called with (b, h, q_idx, kv_idx), 0-d int64 tensors, under torch.vmap; returns a bool tensor. It may look up
-        numbers in tensors on ``device``. Queries count from 0, as in FlexAttention, whatever the lengths: alignment at the end
-        belongs to patterns, not to tables.
-        batch, heads: how many of each; None for one shared mask. q_len, kv_len: tokens; kv_len defaults to q_len.
-        device: where the function is evaluated and the table is stored; the CPU by default.
-        progress: whether to show a progress bar; None shows one above 2^28 pairs.
-
-        It evaluates every pair, once for each batch entry and head that the function distinguishes, in bounded memory: 65,536
-        tokens are 4 billion pairs, which take a minute or so on a CPU and seconds on a GPU. Equal masks of several heads are stored
-        once. A pattern avoids this cost: ``compile_mask`` handles causal masks, windows and documents of a million tokens.
-
-        Raises TypeError or ValueError for an unsuitable function.
-        """
-        if not callable(mask_mod):
-            raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx); got {type(mask_mod).__name__}")
-        check_parameters(mask_mod, "from_mask_mod", ("b", "h", "q_idx", "kv_idx"), "from_mask_fn takes one of (q, kv)")
-        grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-        device = torch.device(device or "cpu")
-        return BlockMask.of_tables(from_flex.from_mask_mod(mask_mod, batch, heads, grid, device, progress)).to(device)
 
     @staticmethod
     @outside_graphs
@@ -510,15 +424,6 @@ def _join_masks(
     return BlockMask.of_tables(build.from_heads([compiled[key] for key in keys], *shape)).to(device or "cpu")
 
 
-def _grid_of_rows(rows: int, block_size: int, q_len: int | None, kv_len: int | None) -> BlockGrid:
-    """The grid for lists of this many blocks of queries. Raises ValueError if q_len has another number of blocks."""
-    q_len = rows * block_size if q_len is None else q_len
-    grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-    if grid.q_blocks != rows:
-        raise ValueError(f"q_len must have {rows} blocks of {block_size} queries, as many as there are rows; got {q_len}")
-    return grid
-
-
 def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask:
     """The blocks of ``within``, one mask of this grid, that each map keeps; see ``select_by_maps``."""
     mask = BlockMask.from_tensors(*within.sizes, select_by_maps(maps, within))
@@ -562,7 +467,7 @@ def _suggest_fix(mask: object) -> str:
     if isinstance(mask, type):
         return f" {mask.__name__} itself; call it for a pattern"
     if callable(mask):
-        return "; use from_mask_fn for a function of positions (q, kv), BlockMask.from_mask_mod for one of (b, h, q_idx, kv_idx)"
+        return "; use from_mask_fn for a function of positions (q, kv), FlexAttention's create_block_mask for one of (b, h, q, kv)"
     return "; use 'full' to keep every pair" if mask is None else ""
 
 

@@ -82,11 +82,6 @@ def lists_of(blocks):
     return blocks.byte().argsort(dim=-1, descending=True).int(), blocks.sum(-1, dtype=torch.int32)
 
 
-def rows_of(blocks):
-    crow = torch.nn.functional.pad(blocks[0, 0].sum(-1).cumsum(0), (1, 0))
-    return crow, blocks[0, 0].flatten().byte().argsort(descending=True, stable=True) % blocks.shape[3]
-
-
 def flex_mask(index, count):
     return FlexMask.from_kv_blocks(torch.zeros_like(count), index, count, index, BLOCK_SIZE=(128, 256), compute_q_blocks=False)
 
@@ -94,8 +89,6 @@ def flex_mask(index, count):
 # How many blocks of keys, the tensors of a map, and the mask of these tensors.
 AT_RUN_TIME = {
     "maps": (64, lambda blocks: (blocks.clone(),), lambda blocks: sf.BlockMask.from_blocks(blocks, 128)),
-    "lists": (64, lists_of, lambda *tensors: sf.BlockMask.from_lists(*tensors, 128)),
-    "rows": (64, rows_of, lambda *tensors: sf.BlockMask.from_bsr(*tensors, 128)),
     "FlexAttention": (32, lists_of, flex_mask),
 }
 

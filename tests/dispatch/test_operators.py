@@ -67,7 +67,6 @@ OF_40 = sf.compile_mask("causal & local(9)", 40, block_size=16)
 MADE_ON_THE_HOST = {
     "compile_mask": lambda kept: sf.compile_mask("causal", 40),
     "from_dense": lambda kept: sf.BlockMask.from_dense(kept, 16),
-    "from_mask_mod": lambda kept: sf.BlockMask.from_mask_mod(lambda b, h, q, kv: q >= kv, None, None, 40),
     "per_head": lambda kept: sf.BlockMask.per_head(["causal", "local(3)"], 40),
     "transpose": lambda kept: OF_40.transpose(),
     "in_blocks_of": lambda kept: OF_40.in_blocks_of(32),
