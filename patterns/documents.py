@@ -33,7 +33,6 @@ class Documents(RunPattern):
     """
 
     cu_seqlens: tuple[Natural, ...]
-    ordered_runs = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -70,12 +70,6 @@ class FromBlocks(UnitPattern):
         inside = (row >= 0) & (row < rows) & (j >= 0) & (j < cols)
         return inside & self._array[np.clip(row, 0, rows - 1), np.clip(j, 0, cols - 1)]
 
-    def unit_pairs(self, first, stop, cols):
-        row, j = np.nonzero(self._array)
-        i = row + self._shift
-        kept = (i >= first) & (i < stop) & (j < cols)
-        return i[kept], j[kept]
-
 
 def _as_text(blocks) -> str:
     if isinstance(blocks, str):

@@ -27,7 +27,6 @@ class Sinks(RunPattern):
     """The first ``tokens`` keys. StreamingLLM is ``causal & (sinks(4) | local(window))``."""
 
     tokens: Positive
-    ordered_runs = True
 
     def named_queries(self, q, kv_len):
         return np.zeros(q.shape, bool)

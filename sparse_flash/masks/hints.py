@@ -19,12 +19,9 @@ class CompilerHints:
     with ``token_rule``.
 
     shift_invariant: the token rule depends only on ``q - kv``, so blocks on one diagonal are equal and one of them is evaluated.
-    ordered_runs: no start and no end of a run of ``row_runs`` decreases from one query to the next, so that the first and the last
-    query of a block tell the block rule all.
     """
 
     shift_invariant: ClassVar[bool] = False
-    ordered_runs: ClassVar[bool] = False
     token_rule: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns | SparseMatrix | None:

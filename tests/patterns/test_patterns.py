@@ -330,27 +330,6 @@ def test_parameters_far_beyond_the_sequence_neither_overflow_nor_take_memory(hug
     assert sf.compile_mask(sf.shifted("full", huge, allow_uncovered=True), n).kept_pairs().tolist() == [0]
 
 
-@dataclass(frozen=True)
-class Listed(sf.UnitPattern):
-    """The diagonal units, listed in a form of one's own; made by a function, as a dataclass' field would be bound to it."""
-
-    form: object
-    block: int = 8
-
-    def unit_rule(self, i, j):
-        return i == j
-
-    def unit_pairs(self, first, stop, cols):
-        return self.form(list(range(max(first, 0), stop)))
-
-
-@pytest.mark.parametrize("block", [8, 32])
-def test_listed_units_may_be_lists_and_units_past_the_lengths_keep_nothing(block):
-    for form in (lambda units: (units, units), lambda units: ([*units, 90, 91], [*units, 90, 3])):
-        mask = sf.compile_mask(Listed(form, block), 50, block_size=16)
-        assert mask.equal(sf.compile_mask(sf.block_diagonal(block), 50, block_size=16))
-
-
 class OnlyARule(sf.Pattern):
     def __init__(self, window):
         self.window = window
