@@ -284,7 +284,6 @@ TABLES = (
     row("topk blocks", T, KINDS + "int", within=3),
     row("topk picks", T, KINDS + "list", always=["causal"]),
     row("attention model", T, KINDS + "Tensor; use BlockMask.from_dense", mask=ones(64, 64)),
-    row("attention", T, "got CausalBias; use 'causal'", mask=causal_lower_right(64, 64)),
     row("attention", T, KINDS + "list; use per_head for a pattern of each head", mask=["causal"]),
     row("attention model", T, KINDS + "type Causal itself; call it", mask=sf.causal),
     row("attention model", T, KINDS + "function; use from_mask_fn", mask=lambda q, kv: q > kv),
@@ -429,9 +428,6 @@ TABLES = (
     row("varlen_selection", V, "of 64 tokens in 2 documents on .* got 64 in 1", cu_seqlens_q=ENDS[:2]),
     row("varlen_selection", V, "picks must be of 1 key heads or 2 query heads", q=P[:, :2], k=PK[:, :1], v=PK[:, :1]),
     row("varlen_selection", V, "the documents that the selection was made for; got others", cu_seqlens_q=ints(0, 41, 64)),
-    row("attention", T, "selection of packed documents goes to attention_varlen", mask=PACKED),
-    row(of_heads, T, "got BlockSelection; a selection by query goes to attention, or as", masks=[SELECTION]),
-    row("layer", T, "got BlockSelection; a selection by query goes to attention, or as select=", mask=SELECTION),
     row(sf.explain, V, "a multiple of the 2 heads that pick; got 3; pass all query heads", mask=SELECTION, heads=3),
     # Choosers.
     row("choose", V, "spec must have a chooser, such as .*; got causal; compile_mask takes patterns", spec="causal"),
@@ -506,8 +502,6 @@ TABLES = (
         lambda: sf.causal() & ("local(3)",), lambda: sf.causal() | 3, lambda: None & sf.causal())),
     *(row(combine, T, "causal is a class of patterns; call it for a pattern") for combine in (
         lambda: HEADS & sf.causal, lambda: sf.causal & sf.local(3), lambda: sf.local(3) | sf.causal)),
-    *(row(combine, T, r"combine patterns with & \| ~ and compile the result.*from_dense", m=compiled("causal", 64)) for combine in (
-        lambda m: m & m, lambda m: m | m, lambda m: ~m, lambda m: sf.causal() & m, lambda m: m | "causal")),
     row(sf.parse, T, "must be a string; got int", text=3),
     *(row(sf.parse, V, r"topk_blocks is no pattern: .* mask=topk_blocks\(q, k, keep=\.\.\.\)", text=text)
       for text in ("topk_blocks", "causal & topk_blocks(keep=4)")),

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,7 +18,6 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from ..compat.captured import state_of
 from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import mark_lengths_dynamic, outside_graphs, outside_inference, with_fixed_lengths
-from ..compat.names import PACKAGE
 from ..compat.pytorch import WeakIdKeyDictionary, fake_mode, is_recorded, plain_tensors
 from . import build, from_flex
 from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread, to_traceable
@@ -46,21 +45,8 @@ register_clear(_flex_cache.clear)
 _MOST_KEPT_BLOCKS = 1 << 20  # of a remembered mask that keeps every block; some 60 bytes each
 
 
-def _public(names: Iterable[str]) -> list[str]:
-    """What ``dir`` shows of a BlockMask: what users read of it, and not what the package keeps with it."""
-    fields = "q_len kv_len block_size keeps_all mask_index by_query by_key tile_runs tile_bits device masks nbytes "
-    makers = "from_blocks from_dense from_flex per_batch per_head select to transpose "
-    contents = "density block_density block_states kept_blocks kept_keys to_dense is_causal equal"
-    return [name for name in names if name in (fields + makers + contents).split() or name.startswith("__")]
-
-
-class _ShowsPublicNames(type):
-    def __dir__(cls) -> list[str]:
-        return _public(super().__dir__())
-
-
 @dataclass(frozen=True, eq=False)
-class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
+class BlockMask(MaskTables):
     """Which blocks of the attention matrix to visit, and which pairs to keep in partial blocks.
 
     Create one with ``compile_mask``, ``BlockMask.from_blocks`` or ``BlockMask.per_head``. Immutable.
@@ -108,14 +94,6 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
             mark_lengths_dynamic(tensor, 0)
         if self.from_host and type(self.by_query.work) is torch.Tensor and not self.by_query.work.is_meta:
             _host_masks.setdefault(self.by_query.work.data_ptr(), self)
-
-    def _does_not_combine(self, *_: object) -> NoReturn:
-        raise TypeError(
-            "compiled masks do not combine; combine patterns with & | ~ and compile the result, or make a mask of to_dense() "
-            "tensors by BlockMask.from_dense"
-        )
-
-    __and__ = __rand__ = __or__ = __ror__ = __invert__ = _does_not_combine
 
     @classmethod
     def of_tables(cls, tables: MaskTables) -> BlockMask:
@@ -317,9 +295,6 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
         mask = self.coarse if on_gpu and self.coarse is not None else self
         return None if mask.keeps_all else mask
 
-    def __dir__(self) -> list[str]:
-        return _public(super().__dir__())
-
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
@@ -452,16 +427,8 @@ def resolve_within(within: MaskLike | None, grid: BlockGrid, device: torch.devic
 
 def _suggest_fix(mask: object) -> str:
     """How to make a mask of another type; empty if there is no advice."""
-    if any(base.__module__.endswith((".masks.pattern", ".masks.block_mask")) for base in type(mask).__mro__):
-        return f" of {type(mask).__module__}, another copy of the package than {PACKAGE}; pass spec text, or make the mask here"
-    if type(mask).__name__ == "CausalBias":
-        return "; use 'causal', which aligns the last query with the last key"
     if isinstance(mask, torch.Tensor):
         return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
-    if type(mask).__name__ == "BlockSelection":  # its module imports this one
-        return "; a selection by query goes to attention, or as select= to SparseAttention"
-    if type(mask).__name__ == "PackedSelection":
-        return "; a selection of packed documents goes to attention_varlen"
     if isinstance(mask, (list, tuple)):
         return "; use per_head for a pattern of each head, BlockMask.per_head for compiled masks, per_batch for each sequence"
     if isinstance(mask, type):

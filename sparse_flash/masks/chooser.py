@@ -157,7 +157,7 @@ def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:
 
 
 def list_choosers() -> list[str]:
-    """Returns the registered names of choosers, sorted: built-in choosers, the user's, and choosers of installed packages."""
+    """Returns the registered names of choosers, sorted: built-in choosers and the user's."""
     return list_registered(chooses=True)
 
 

@@ -191,21 +191,11 @@ def _check_hashable(pattern: Pattern) -> None:
     """Raises TypeError if tables cannot be looked up by this pattern."""
     try:
         hash(pattern)
-        return
-    except TypeError:
-        owner = own_name(type(pattern)) or type(pattern).__qualname__
-    for field in dataclasses.fields(pattern):
-        try:
-            hash(value := getattr(pattern, field.name) if field.compare else None)
-        except TypeError:
-            raise TypeError(
-                f"{owner}: {field.name} must be hashable, as tables are looked up by their pattern; got "
-                f"{type(value).__name__}; pass tuples instead of lists and arrays, also within tuples"
-            ) from None
-    raise TypeError(
-        f"{type(pattern).__qualname__} must be hashable, as tables are looked up by their pattern; make it a frozen "
-        "dataclass: @dataclass(frozen=True)"
-    )
+    except TypeError as error:
+        raise TypeError(
+            f"{own_name(type(pattern)) or type(pattern).__qualname__} must be hashable, as tables are looked up by their pattern; "
+            f"{error}; pass tuples instead of lists and arrays, and make it a frozen dataclass: @dataclass(frozen=True)"
+        ) from None
 
 
 def _equal(pattern: Pattern, other: object) -> bool:
