@@ -28,9 +28,6 @@ class Sinks(RunPattern):
 
     tokens: Positive
 
-    def named_queries(self, q, kv_len):
-        return np.zeros(q.shape, bool)
-
     def move_by(self, by):
         return Sinks(min(self.tokens + by, BEYOND)) if self.tokens + by > 0 else ~Full()
 

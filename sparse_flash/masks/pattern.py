@@ -20,9 +20,6 @@ from . import spec
 from .fields import check_fields, set_fields
 from .hints import CompilerHints
 
-# The advice of errors where patterns leave queries out.
-ADD_REST = "add what they keep, such as global_tokens(n) for the first tokens and last_tokens(n) for the last"
-
 
 class Pattern(CompilerHints):
     """Base class of patterns. Subclass it as a frozen dataclass and define ``token_rule``.
@@ -44,8 +41,6 @@ class Pattern(CompilerHints):
     """
 
     name: ClassVar[str | None] = None
-    # The advice of errors where the pattern is about some queries and no pattern is about the others; None: it is about all.
-    uncovered_advice: ClassVar[str | None] = None
     chooses: ClassVar[bool] = False  # whether it is a chooser, which keeps blocks by the content of q and k
     hides_padding: ClassVar[bool] = False  # whether it keeps no padding of its ``layout``, which is such a pattern itself
     from_spec: ClassVar[Callable[[str], Pattern]]  # ``parse``: module ``parsing``, which knows all classes, sets it
@@ -74,42 +69,21 @@ class Pattern(CompilerHints):
         does; None if it is for any length. Compiling it for another length raises ValueError."""
         return None
 
-    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
-        """Which queries the pattern is about: bool of the shape of q, their positions. Beside a pattern that is about some tokens
-        alone, as by ``shifted``, others must be about the other queries."""
-        named = self.named_tokens()
-        return np.ones(q.shape, bool) if named is None else q < named[1]
-
-    def length_refusal(self, q_len: int, kv_len: int, first: int | None = None) -> str | None:
-        """Why the pattern is not for these lengths, or None. first: the token at which ``shifted`` lets it start. With fewer
-        queries than keys, as in decoding, the last tokens that it names may be yet to come."""
+    def length_refusal(self, q_len: int, kv_len: int) -> str | None:
+        """Why the pattern is not for these lengths, or None. With fewer queries than keys, as in decoding, the last tokens that it
+        names may be yet to come."""
         least, most = self.named_tokens() or (0, kv_len)
-        tokens = kv_len - (first or 0)
-        if tokens < 0 and q_len >= kv_len:
-            return (
-                f"{short_text(self)} must start within the sequence; the sequence has {kv_len} tokens, the pattern starts at "
-                f"{first}; shift it by fewer, or pass shifted(pattern, {first}, allow_uncovered=True)"
-            )
-        if tokens < least and q_len >= kv_len:
-            way_out = f"name fewer, or pass shifted(pattern, {first or 0}, allow_uncovered=True) if the last are yet to come"
-        elif first is None and tokens > most:
-            way_out = (
-                "name all; or pass shifted(pattern, n), where the pattern starts at token n, and what the other tokens keep, such "
-                "as global_tokens(n) before it and last_tokens(n) after it; or shifted(pattern, 0, allow_uncovered=True), if they "
-                "are to keep nothing"
-            )
-        else:
+        if least <= kv_len <= most or (kv_len < least and q_len < kv_len):
             return None
-        where = "of the sequence" if first is None else f"from token {first} on"
-        return f"{short_text(self)} must name the {tokens} tokens {where}; it names {most}; {way_out}"
+        return (
+            f"{short_text(self)} must name the {kv_len} tokens of the sequence; it names {most}; name all; or pass "
+            "shifted(pattern, n), which starts at token n and keeps nothing elsewhere, and what the other tokens keep, such as "
+            "global_tokens(n) before it and last_tokens(n) after it"
+        )
 
     def leaves(self) -> Iterator[Pattern]:
         """The patterns that an expression is composed of."""
         yield self
-
-    def names_tokens(self) -> bool:
-        """Whether some of ``leaves`` is for certain tokens alone."""
-        return any(leaf.uncovered_advice or leaf.named_tokens() for leaf in self.leaves())
 
     def map_leaves(self, change: Callable[[Pattern], Any]) -> Any:
         """The expression with ``change`` of each pattern that it is composed of: values with ``& | ~``, such as bool arrays."""
@@ -233,9 +207,6 @@ class DerivedPattern(Pattern):
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return self.expand_expression().token_rule(q, kv)
 
-    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
-        return self.expand_expression().named_queries(q, kv_len)
-
     def leaves(self) -> Iterator[Pattern]:
         return self.expand_expression().leaves()
 
@@ -281,7 +252,7 @@ class _Composite(_Expression):
     def of(cls, *operands: Pattern) -> Pattern:
         if kinds := {type(o) for o in operands if isinstance(o, PerEntry)}:
             if len(kinds) > 1:
-                raise ValueError("per_head and per_batch do not combine; got both in one expression; use BlockMask.from_mask_mod")
+                raise ValueError("per_head and per_batch do not combine; got both in one expression")
             counts, kind = {len(o.patterns) for o in operands if isinstance(o, PerEntry)}, kinds.pop()
             if len(counts) > 1:
                 raise ValueError(f"{kind.name}: patterns must be for as many {kind.entry}s to combine; got {sorted(counts)}")
@@ -301,9 +272,6 @@ class _Composite(_Expression):
 
     def __hash__(self) -> int:
         return hash((self.symbol, self.operands)) if self._hash is None else self._hash
-
-    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
-        return reduce(self.combine, (p.named_queries(q, kv_len) for p in self.operands))
 
     def leaves(self) -> Iterator[Pattern]:
         return chain.from_iterable(p.leaves() for p in self.operands)
@@ -370,11 +338,6 @@ class And(_Composite):
 
     symbol = "&"
     combine = operator.and_
-
-    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
-        # sinks(4) & shifted(...) is about the queries that shifted is about.
-        limits = (p.named_queries(q, kv_len) for p in self.operands if p.names_tokens())
-        return reduce(np.logical_and, limits, np.ones(q.shape, bool))
 
 
 class Or(_Composite):

@@ -26,13 +26,13 @@ PATTERNS = {
     "sinks": "causal & (local(64) | sinks(4))",
     "random": "causal & random(0.3, block=32)",
     "prefix": "prefix(70)",
-    "documents": "causal & shifted(documents((0, 33, 40, 200, 385)), 0, allow_uncovered=True)",
+    "documents": "causal & shifted(documents((0, 33, 40, 200, 385)), 0)",
     "block_diagonal": "block_diagonal(block=100)",
     "bigbird": "bigbird(block=32)",
     "longformer": "longformer(40, 3)",
-    "neighborhood": "shifted(neighborhood((19, 20), (5, 7)), 0, allow_uncovered=True)",
-    "tile_window": "shifted(tile_window(video_layout(3, 9, 11, tile=(1, 4, 4), prefix=9), (1, 2, 2)), 0, allow_uncovered=True)",
-    "from_blocks": 'shifted(from_blocks("110/011/101", block=128), 0, allow_uncovered=True)',
+    "neighborhood": "shifted(neighborhood((19, 20), (5, 7)), 0)",
+    "tile_window": "shifted(tile_window(video_layout(3, 9, 11, tile=(1, 4, 4), prefix=9), (1, 2, 2)), 0)",
+    "from_blocks": 'shifted(from_blocks("110/011/101", block=128), 0)',
     "complement": "~local(50)",
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -164,7 +164,7 @@ def test_tiles_of_192_queries_are_right_with_rows_of_their_own(name, split):
         check("hopper", mask, 385, 380, dtype=torch.bfloat16, head_dim=64, heads=4, kv_heads=2, batch=2)
 
 
-OF_DOCUMENTS = "shifted(documents((0, 33, 40, 200, 385, 1000)), 0, allow_uncovered=True)"
+OF_DOCUMENTS = "shifted(documents((0, 33, 40, 200, 385, 1000)), 0)"
 
 
 @parametrize("deterministic", [False, True])

@@ -39,7 +39,7 @@ def test_long_documents_joined_with_any_pattern_compile_to_their_token_rule(docu
     """Documents of many blocks, where most blocks are like others."""
     pattern = sf.documents([0, *np.cumsum(documents).tolist()])
     tokens = max(1, sum(documents) + past)
-    pattern = sf.shifted(pattern, 0, allow_uncovered=True) if past else pattern
+    pattern = sf.shifted(pattern, 0) if past else pattern
     for expression in (pattern & other, pattern & sf.causal() & ~other, ~pattern | other):
         mask = sf.compile_mask(expression, tokens, block_size=block_size)
         np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(expression, tokens, tokens))

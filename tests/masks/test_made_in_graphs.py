@@ -27,7 +27,7 @@ PATTERNS = {
     "text by head": lambda n: "per_head([causal & local(20), random(0.3, block=1)])",
     "by sequence": lambda n: sf.per_batch([sf.local(n) & sf.causal()]),
     "shifted": lambda n: sf.global_tokens(6) | sf.shifted(sf.neighborhood((8, 8), 3), 6) & sf.local(n),
-    "uncovered": lambda n: sf.dilated(n, 2, block=1) | sf.shifted(sf.local(n), 3, allow_uncovered=True),
+    "uncovered": lambda n: sf.dilated(n, 2, block=1) | sf.shifted(sf.local(n), 3),
 }
 CALLS = {
     "attention": lambda q, mask: sf.attention(q, q, q, mask),

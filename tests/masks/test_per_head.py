@@ -40,7 +40,7 @@ def test_patterns_by_head_read_back_compile_and_combine_head_by_head(name, heads
         (mine & other, [one & other for one in heads]),
         (other | mine, [one | other for one in heads]),
         (mine & ~mine, [one & ~one for one in heads]),
-        (sf.shifted(mine, 7, allow_uncovered=True), [sf.shifted(one, 7, allow_uncovered=True) for one in heads]),
+        (sf.shifted(mine, 7), [sf.shifted(one, 7) for one in heads]),
     ):
         wanted = make(each, *lengths, size)
         assert sf.compile_mask(by_head, *lengths, size).equal(wanted)

@@ -375,7 +375,7 @@ def of_a_planner(strategy: str) -> list[float]:
             assert plans[0] is plans[2] and plans[1] is plans[3] and plans[0].positions is plans[1].positions is plans.positions
             assert copy.deepcopy(plans) is plans and copy.copy(plans[0]) is plans[0]
             for mask, plan in zip(masks[:2], plans, strict=False):
-                apart = sf.parse(mask) & sf.shifted(sf.documents(cu_seqlens), 0, allow_uncovered=True)
+                apart = sf.parse(mask) & sf.shifted(sf.documents(cu_seqlens), 0)
                 whole = sf.compile_mask(apart, 1000, block_size=64, device=DEVICE)
                 assert torch.equal(plan.mask.to_dense(), whole.to_dense())
                 got = together(plan, given, partial(attend, plan))

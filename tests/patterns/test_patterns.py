@@ -325,9 +325,9 @@ def test_parameters_far_beyond_the_sequence_neither_overflow_nor_take_memory(hug
     assert sf.compile_mask(sf.butterfly(block=huge), n).keeps_all
     assert sf.compile_mask(sf.dilated(huge, huge, block=1), n).equal(sf.compile_mask(sf.local(1), n))
     assert sf.compile_mask(sf.block_diagonal(huge) & ~sf.sinks(huge), n).kept_pairs().tolist() == [0]
-    pattern = ~sf.shifted(sf.documents([0, 100, huge]), 0, allow_uncovered=True) | sf.local(3)
+    pattern = ~sf.shifted(sf.documents([0, 100, huge]), 0) | sf.local(3)
     np.testing.assert_array_equal(sf.compile_mask(pattern, n).to_dense().numpy(), strategies.dense(pattern, n, n))
-    assert sf.compile_mask(sf.shifted("full", huge, allow_uncovered=True), n).kept_pairs().tolist() == [0]
+    assert sf.compile_mask(sf.shifted("full", huge), n).kept_pairs().tolist() == [0]
 
 
 class OnlyARule(sf.Pattern):
