@@ -118,7 +118,6 @@ def explain(
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; --heads by default.")] = None,
     v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; e4m3 of a cache.")] = "bf16",
-    device: Annotated[str | None, typer.Option(help="The GPU of the rough time: h100 or h200.")] = None,
     density: Annotated[
         float | None, typer.Option(help="The share of the blocks, in (0, 1], that a chooser keeps; not with keep=, budget=.")
     ] = None,
@@ -132,7 +131,7 @@ def explain(
     with user_errors():
         call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "q_len": q_len, "kv_len": kv_len}
         call |= {"dtype": E4M3 if dtype == "e4m3" else dtype_of(dtype), "block_size": block_size, "density": density}
-        found = sparse_flash.explain(spec, heads, head_dim, **call, device=device, layout=video)
+        found = sparse_flash.explain(spec, heads, head_dim, **call, layout=video)
     console = output_console()
     console.print(Text(found.head[0], "bold"), soft_wrap=True)
     console.print(f"{found.head[1]}\n")

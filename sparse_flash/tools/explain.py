@@ -19,7 +19,7 @@ from ..masks.table import PartialBlocks
 from ..masks.tiles import dense_batches
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import check_counts
-from .explanation import CallSpec, Explanation, RoughTime, estimate_time, explain_call, explain_selection, explain_video, unit_of
+from .explanation import CallSpec, Explanation, explain_call, explain_selection, explain_video, unit_of
 from .subject import resolve_mask
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
@@ -63,7 +63,6 @@ def explain(
     q_len: int | None = None,
     kv_len: int | None = None,
     block_size: int | None = None,
-    device: str | None = None,
     density: float | None = None,
     layout: Pattern | None = None,
 ) -> Explanation:
@@ -76,7 +75,7 @@ def explain(
     default; a chooser has its own block. A BlockMask and a BlockSelection have their own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v; for few queries, also of a cache in
     torch.float8_e4m3fn. kv_heads: heads of keys and values, None for as many as query heads. v_head_dim: of v and out, None for
-    head_dim. device: "h100" or "h200", the GPU of the rough time.
+    head_dim.
     layout: the ``VideoLayout`` that the word layout stands for in spec text, as for diffusers' ``use_sparse_flash``.
     density: with a chooser, the share of the blocks that are kept in all, in (0, 1]; None for that of its keep= or budget=.
 
@@ -102,19 +101,19 @@ def explain(
     else:
         mask, spec = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     if isinstance(mask, BlockSelection):
-        return explain_selection(mask, sizes, estimate_time(mask, sizes, device, True))
+        return explain_selection(mask, sizes)
     if mask.masks != 1:
         raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head, batch)")
     lengths = f"{mask.q_len:,} queries x {mask.kv_len:,} keys in blocks of {mask.block_size}"
     found = Explanation([spec] * bool(spec) + [f"{lengths}; {sizes}" + "; chosen blocks at random" * (chosen is not None)])
     if isinstance(given, Pattern):
         explain_video(found, given, mask)
-    _explain_mask(found, mask, sizes, estimate_time(mask, sizes, device, (chosen is not None)))
+    _explain_mask(found, mask, sizes)
     return found
 
 
-def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec, time: RoughTime | str | None) -> None:
-    """Adds the figures of one mask, its rough time among them."""
+def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec) -> None:
+    """Adds the figures of one mask."""
     grid, size, (full, partial), causal = mask.grid, mask.block_size, mask.kept(), mask.is_causal
     # A block cut off by the end of the queries or keys has a tile, even if it keeps all its pairs.
     pairs, kept = grid.heights(partial.rows) * grid.widths(partial.cols), mask.pairs_of(partial.kinds, partial.tiles)
@@ -141,14 +140,12 @@ def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec, time: Ro
     said = f"{_flops_text(kept_flops)} kept, {_flops_text(visited_flops)} visited, {_flops_text(dense_flops)} for {dense}"
     found.add("forward FLOPs", said, flops=kept_flops, visited_flops=visited_flops, dense_flops=dense_flops)
     explain_call(found, mask, sizes)
-    found.add("rough time", time and str(time), time=time)
     reach = reachability(mask) if grid.q_len == grid.kv_len else None
     said = str(reach) if reach else "not defined where q_len and kv_len differ, as layers are stacked"
     found.add("causal pairs in reach", said, reach=reach, q_len=grid.q_len, kv_len=grid.kv_len, block_size=size)
     if not kept_blocks:
         found.hints.append("This mask keeps nothing: every output is 0.")
-    # Without times: a block from a table takes 1.06 times as long as one of dense attention, in long rows.
-    if sum(time[3:]) < 1.1 * sum(time[1:3]) if isinstance(time, RoughTime) else share > 1 / 1.1:
+    if share > 1 / 1.1:  # a block from a table takes 1.06 times as long as one of dense attention, in long rows
         found.hints.append(f"This mask visits {share:.0%} of the blocks of {dense}, which is likely to be as fast.")
     if wasted > 0.5 and size > 16:
         inside = f"{wasted:.0%} of the visited pairs are dropped inside partial blocks"

@@ -11,7 +11,6 @@ from ..backends import E4M3, hopper, triton
 from ..dispatch.flops import forward_flops
 from ..kernels.common.config import padded_head_dim
 from ..masks.block_mask import BlockMask
-from ..masks.costs import GPUS, Counts, pass_us
 from ..masks.pattern import Pattern, layout_of
 from ..masks.tiles import unique_rows
 from ..selection.block_selection import BlockSelection, count_selected_pairs
@@ -30,8 +29,7 @@ class Explanation:
     video's tokens; padding counts as visited. Of selections: density, causal_density; picks of a choice, and alike, the share of
     them that the choice before picked too; table_bytes, of the picks and of the table of ``always``.
     flops, visited_flops, dense_flops: of a forward pass over batch and heads, 2 x pairs x (head_dim + v_head_dim): for kept pairs,
-    pairs of visited blocks, and pairs of the dense call. memory: bytes by name. time: see ``RoughTime``; the reason where none is
-    known; None without a device.
+    pairs of visited blocks, and pairs of the dense call. memory: bytes by name.
     """
 
     def __init__(self, head: list[str]) -> None:
@@ -68,23 +66,6 @@ class CallSpec(NamedTuple):
         shared = "" if self.kv_heads == self.heads else f" on {self.kv_heads} of keys and values"
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}, v of {self.v_head_dim}"
         return f"batch {self.batch}, {self.heads} heads{shared} of {dims}, {str(self.dtype).removeprefix('torch.')}"
-
-
-class RoughTime(NamedTuple):
-    """Rough microseconds of eager calls on an H100 or H200, forward and backward: of the call, and of the dense call in its place.
-    docs/internals/masks.md says how rough they are. device: the GPU."""
-
-    device: str
-    forward_us: float
-    backward_us: float
-    dense_forward_us: float
-    dense_backward_us: float
-
-    def __str__(self) -> str:
-        texts = [f"{us:.0f} us" if us < 1e3 else f"{us / 1e3:.1f} ms" if us < 1e4 else f"{us / 1e3:.0f} ms" for us in self[1:]]
-        forward, backward = (f"{x:.2f}x" if x < 10 else f"{x:.1f}x" for x in (self[3] / self[1], self[4] / self[2]))
-        times = f"about {texts[0]} forward and {texts[1]} backward on {self.device}; dense {texts[2]} and {texts[3]}"
-        return f"{times}, a speed-up of {forward} and {backward}"
 
 
 def _choose_backend(table: BlockMask | None, sizes: CallSpec) -> tuple[str, str]:
@@ -125,28 +106,7 @@ def explain_call(found: Explanation, mask: BlockMask, sizes: CallSpec) -> None:
     found.add("back end", f"{backend} on an H100 or H200" + (f"; hopper: {refusal}" if refusal else ""), backend=backend)
 
 
-def estimate_time(mask: BlockMask | BlockSelection, sizes: CallSpec, device: str | None, chosen: bool) -> RoughTime | str | None:
-    """Returns the rough time of attention, or why none is known; None without a device. chosen: whether by content."""
-    if device is None:
-        return None
-    if device.lower() not in GPUS:
-        return f"not known on {device}, only on {' and '.join(GPUS)}"
-    if isinstance(mask, BlockSelection) or chosen:
-        return "not known for blocks chosen by content"
-    if mask.q_len <= triton.FEW_QUERIES or sizes.dtype not in hopper.DTYPES:
-        return f"not known for up to {triton.FEW_QUERIES} queries, only in float16 and bfloat16"
-    q_len, kv_len, dims, causal, found = mask.q_len, mask.kv_len, (sizes.head_dim, sizes.v_head_dim), mask.is_causal, []
-    for table in (mask.kernel_table(True), None):
-        for backward, (own, other, offset) in ((False, (q_len, kv_len, kv_len - q_len)), (True, (kv_len, q_len, 0))):
-            is_portable = _choose_backend(table, sizes)[0] != "hopper" or (backward and not hopper.has_backward(*dims))
-            dense = Counts.dense(own, other, offset if causal else None)
-            counts = Counts.of_mask(table.to("cpu"), backward, split=not is_portable) if table else dense
-            found.append(pass_us(counts, backward, is_portable, sizes.batch * sizes.heads, dims))
-    known = [us for us in found if us is not None]
-    return RoughTime(device, *known) if len(known) == 4 else f"not known for head_dim {max(dims)} with blocks of {mask.block_size}"
-
-
-def explain_selection(selection: BlockSelection, sizes: CallSpec, time: RoughTime | str | None) -> Explanation:
+def explain_selection(selection: BlockSelection, sizes: CallSpec) -> Explanation:
     """See ``explain``. Equal numbers of query heads share the picks of a head."""
     batch, picking, groups, _ = selection.picks.shape
     if sizes.heads % picking:
@@ -168,7 +128,6 @@ def explain_selection(selection: BlockSelection, sizes: CallSpec, time: RoughTim
     said = f"{of_choice:.1f} blocks of a choice on average; {alike:.1%} were picked by the choice before as well"
     found.add("picks", said, picks=of_choice, alike=alike)
     found.add("table", _size_text(selection.nbytes), table_bytes=selection.nbytes)
-    found.add("rough time", time and str(time), time=time)
     if selection.every == 1 and alike >= 0.95:
         found.hints.append(f"{alike:.0%} of picks are those of the query before: a choice for several queries (every=) is faster.")
     return found

@@ -169,35 +169,3 @@ def test_explain_of_a_video_says_its_grid_padding_and_window_in_tokens():
     assert finer.video_visited < e.video_visited and finer.video_kept == e.video_kept
     with pytest.raises(ValueError, match="must be in tile order, with 16720 tokens; got 14120"):
         explain(spec, q_len=14120)
-
-
-def test_rough_times_are_said_of_an_h100_and_h200_with_that_of_the_dense_call():
-    e, both_ways = (explain(spec, 16, 128, q_len=16384, device="h200") for spec in ("causal & local(1024)", "local(1024)"))
-    time = e.time
-    # Measured: 268 and 813 us; causal 1,630 and 4,762.
-    assert (time.forward_us, time.backward_us) == pytest.approx((268, 813), rel=0.1)
-    assert (time.dense_forward_us, time.dense_backward_us) == pytest.approx((1630, 4762), rel=0.1)
-    assert "about 268 us forward and 821 us backward on h200; dense 1.7 ms and 5.0 ms, a speed-up of 6." in e.lines["rough time"]
-    assert both_ways.time.dense_forward_us > 1.8 * time.dense_forward_us and both_ways.time.forward_us > time.forward_us
-
-
-@pytest.mark.parametrize(
-    "mask, options, reason",
-    [
-        ("causal", {"device": "a100"}, "on a100, only on h100 and h200"),
-        ("causal", {"q_len": 1, "kv_len": 4096}, "for up to 64 queries, only in float16 and bfloat16"),
-        ("causal & sampled(8, keep=0.2)", {"q_len": 1024}, "for blocks chosen by content"),
-        (sf.topk_blocks(*[torch.zeros(1, 1, 64, 16)] * 2, 2, every=1, block_size=16), {}, "for blocks chosen by content"),
-    ],
-    ids=str,
-)
-def test_explain_says_where_it_knows_no_time(mask, options, reason):
-    e = explain(mask, **{"device": "h200"} | options)
-    assert e.time == e.lines["rough time"] == f"not known {reason}" and "speed-up" not in str(e)
-
-
-def test_where_times_are_known_the_hint_follows_them():
-    few = {"heads": 1, "q_len": 1024, "block_size": 64}  # both calls take what the host takes
-    unknown, timed = (explain("causal & local(256)", **few, device=device) for device in (None, "h200"))
-    assert not unknown.hints and "likely to be as fast" in timed.hints[0]
-    assert unknown.lines["share of blocks"] and "speed-up" not in str(unknown)
