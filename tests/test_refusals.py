@@ -503,8 +503,6 @@ TABLES = (
     *(row(combine, T, "causal is a class of patterns; call it for a pattern") for combine in (
         lambda: HEADS & sf.causal, lambda: sf.causal & sf.local(3), lambda: sf.local(3) | sf.causal)),
     row(sf.parse, T, "must be a string; got int", text=3),
-    *(row(sf.parse, V, r"topk_blocks is no pattern: .* mask=topk_blocks\(q, k, keep=\.\.\.\)", text=text)
-      for text in ("topk_blocks", "causal & topk_blocks(keep=4)")),
     row(write_call, V, "a set has no spec text", name="local", positional=[{1}], keyword={}),
     row(sf.from_mask_fn, T, "must be a function", fn=3),
     row(sf.from_mask_fn, T, r"of \(q, kv\); got one of \(b, h, q, kv\).*create_block_mask takes", fn=lambda b, h, q, kv: q >= kv),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -10,23 +9,21 @@ import torch
 
 from .. import backends
 from ..choosers.choose import chosen_in_graph, chosen_mask
-from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall, ChosenBlocks, prepare, repeat
 from ..kernels.common.layout import layouts
 from ..masks.block_mask import BlockMask, compile_cached, convert_foreign_mask
 from ..masks.cache import to_traceable
-from ..masks.chooser import find_unstated_causal, has_choosers, without_choosers
+from ..masks.chooser import has_choosers, without_choosers
 from ..masks.fit import check_known_end
-from ..masks.memory import cached_until_cleared, register_clear
+from ..masks.memory import register_clear
 from ..masks.parsing import text_of
-from ..masks.pattern import Pattern, short_text
+from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection
 from ..variant.variant import LENGTHS, Variant, build_variant, describe_variant
 from .arguments import (
     autocast_applies,
-    callers_level,
     cast_for_autocast,
     check_mask,
     check_precision,
@@ -136,8 +133,6 @@ def build_call(
 
 def _check_table(call: AttentionCall, table: BlockMask) -> None:
     check_mask(table, call.q, call.k)
-    if not torch.compiler.is_compiling() and call.backend == "auto" and table.slow:  # in this order: graphs guard what they read
-        _warn_that_dense_is_as_fast()
 
 
 def _layouts_if_plain(
@@ -181,9 +176,7 @@ def _check_selection_call(
 def _choose(
     spec: Pattern | str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, variant_arguments: dict[str, Any]
 ) -> BlockMask | ChosenBlocks:
-    """Chooses blocks from q and k. Warns if training would then see the future."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        _warn_of_later_keys(spec)
+    """Chooses blocks from q and k."""
     given: dict[str, Any] = {name: variant_arguments.get(name) for name in LENGTHS}
     lengths = build_variant(q, k, **given)
     choose = chosen_in_graph if torch.compiler.is_compiling() else chosen_mask
@@ -216,27 +209,3 @@ def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: tor
         )
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"with precision={precision!r}, q, k and v must be float16 or bfloat16; got {q.dtype}; cast them")
-
-
-@constant_in_graphs
-def _warn_of_later_keys(spec: Pattern | str) -> None:
-    if (within := find_unstated_causal(spec)) is not None:
-        _warn_that_later_keys_decide(within)
-
-
-@cached_until_cleared(256)
-def _warn_that_later_keys_decide(within: str) -> None:
-    warnings.warn(
-        f"no query sees a later key under {short_text(within)}, but later keys change what the choosers beside it keep, so "
-        f"training sees the future; write causal & {short_text(within)} & (...) (said once of each mask)",
-        stacklevel=callers_level(),
-    )
-
-
-@cached_until_cleared(1)
-def _warn_that_dense_is_as_fast() -> None:
-    warnings.warn(
-        "this mask is predicted to take as long as attention without a mask, or as mask='causal' if no query sees a later key; "
-        "sf.explain(mask) says what it visits (said of one mask only)",
-        stacklevel=callers_level(),
-    )

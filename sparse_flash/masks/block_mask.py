@@ -23,7 +23,6 @@ from . import build, from_flex
 from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread, to_traceable
 from .coarsen import KERNEL_BLOCK, is_coarse_faster
 from .compiler import compile_tables
-from .costs import is_dense_as_fast
 from .document_blocks import document_blocks
 from .fit import check_fit
 from .from_maps import dense_tensors, select_by_maps
@@ -31,7 +30,7 @@ from .grid import BlockGrid
 from .mask_tables import MaskTables
 from .memory import cached_until_cleared, register_clear
 from .parsing import parse
-from .pattern import Pattern, short_text
+from .pattern import Pattern
 from .table import MOST_DERIVED, KernelTables, Table, move_tables
 from .tall import tall_rows
 
@@ -61,8 +60,6 @@ class BlockMask(MaskTables):
     blocks, and for masks made at run time.
     from_host: whether the table was made on the host, once, so that others may be derived from it.
     document_order: whether the rows of both tables are in order of documents (``groups_of``); known for tables made on the host.
-    slow: whether dense attention, or causal attention if no query sees a later key, is predicted to be as fast; known of copies on
-    GPUs of masks made on the host.
 
     A full block lies entirely inside the lengths, so kernels need no bounds check there; a block cut off by the end of the queries
     or keys has a tile, even if it keeps all its pairs. Five lines decode the whole format::
@@ -75,7 +72,6 @@ class BlockMask(MaskTables):
     """
 
     coarse: BlockMask | None = None
-    slow: bool = False
 
     # The mask whose blocks these are a choice of, made on the device: then launches are kept with that one, for all such masks.
     selected_from: ClassVar[BlockMask | None] = None
@@ -184,19 +180,22 @@ class BlockMask(MaskTables):
         masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the given lengths and block
         size, or for the lengths and block size of the first BlockMask in the list. Raises ValueError where lengths differ.
         """
-        return _join_masks("per_head", masks, q_len, kv_len, block_size, device)
-
-    @staticmethod
-    @outside_graphs
-    def per_batch(
-        masks: Iterable[MaskLike],
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        block_size: int = 128,
-        device: Device | None = None,
-    ) -> BlockMask:
-        """One mask per sequence of a batch, for all heads; otherwise as ``per_head``."""
-        return _join_masks("per_batch", masks, q_len, kv_len, block_size, device)
+        if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
+            raise TypeError(f"per_head needs a list of patterns or masks; got {type(masks).__name__}")
+        masks = [from_flex_cached(mask) if isinstance(mask, FlexMask) else mask for mask in masks]
+        if not masks:
+            raise ValueError("per_head needs at least one pattern or mask; got an empty list")
+        first = next((m for m in masks if isinstance(m, BlockMask)), None)
+        if first is not None:
+            for length, given, own in (("q_len", q_len, first.q_len), ("kv_len", kv_len, first.kv_len)):
+                if given is not None and given != own:
+                    raise ValueError(f"per_head got {length}={given} and a mask of {own}; leave {length} out, or compile for it")
+            q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
+            device = device or first.device
+        keys = [item if isinstance(item, (Pattern, str)) else id(item) for item in masks]
+        distinct = dict(zip(keys, masks, strict=True))
+        compiled = {key: as_block_mask(item, q_len, kv_len, block_size).to("cpu") for key, item in distinct.items()}
+        return BlockMask.of_tables(build.from_heads([compiled[key] for key in keys], 1, len(keys))).to(device or "cpu")
 
     @outside_graphs
     def select(self, head: int = 0, batch: int = 0) -> BlockMask:
@@ -285,10 +284,8 @@ class BlockMask(MaskTables):
 
     def _copied_to(self, device: torch.device) -> BlockMask:
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
-        coarse, slow = self.coarse and self.coarse.to(device), self.slow
-        if self.from_host and self.device.type == "cpu" and (table := self.kernel_table(True)):
-            slow = is_dense_as_fast(table)
-        return replace(moved, coarse=coarse, from_host=self.from_host, document_order=self.document_order, slow=slow)
+        coarse = self.coarse and self.coarse.to(device)
+        return replace(moved, coarse=coarse, from_host=self.from_host, document_order=self.document_order)
 
     def kernel_table(self, on_gpu: bool) -> BlockMask | None:
         """Returns what a back end iterates over: on a GPU the coarse mask, if there is one; None if every pair is kept."""
@@ -327,14 +324,11 @@ def compile_mask(
     kv_len: int | None = None,
     block_size: int = 128,
     device: Device | None = None,
-    *,
-    progress: bool | None = None,
 ) -> BlockMask:
     """Compiles a pattern into a lookup table.
 
     pattern: a Pattern or its spec text. q_len, kv_len: tokens; kv_len defaults to q_len, and where they differ the last query is
     aligned with the last key. block_size: a power of two in 16..256. device: where the table is stored.
-    progress: whether to show a progress bar; None shows one if compiling evaluates more than 2^28 pairs.
 
     Never builds anything of size q_len x kv_len. Raises ValueError for lengths and block sizes out of range, and for a pattern that
     names other tokens than the sequence has: a grid, documents or a block map of another number of tokens, or ``shifted`` parts
@@ -348,19 +342,13 @@ def compile_mask(
     if longest >= 2**31:  # kernels count tokens in 32 bits, and the table's rows alone would take tens of gigabytes
         raise ValueError(f"q_len and kv_len must be at most 2^31 - 1 tokens; got {longest:,}; split the sequence")
     check_fit(pattern, grid.q_len, grid.kv_len)
-    return BlockMask.of_tables(compile_tables(pattern.bind_length(grid.kv_len), grid, progress)).to(device or "cpu")
+    return BlockMask.of_tables(compile_tables(pattern.bind_length(grid.kv_len), grid)).to(device or "cpu")
 
 
 def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: Device) -> BlockMask:
     """``compile_mask`` for sequences of up to these lengths (a cache, documents): a pattern may name any number of tokens."""
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
-    try:
-        return BlockMask.of_tables(compile_tables(pattern, BlockGrid(q_len, kv_len, block_size), None)).to(device)
-    except IndexError as error:
-        raise ValueError(
-            f"{short_text(pattern, 200)} must take positions up to {kv_len - 1}, as lengths are rounded up here; it failed: {error}"
-            f"; make the data that it reads {kv_len} long, or clamp positions to them"
-        ) from error
+    return BlockMask.of_tables(compile_tables(pattern, BlockGrid(q_len, kv_len, block_size))).to(device)
 
 
 def as_block_mask(
@@ -374,29 +362,6 @@ def as_block_mask(
             raise ValueError(f"q_len is needed to compile {mask}; pass q_len=... or a compiled mask")
         return compile_mask(mask, q_len, kv_len, block_size, device)
     return convert_foreign_mask(mask)
-
-
-def _join_masks(
-    name: str, masks: Iterable[MaskLike], q_len: int | None, kv_len: int | None, block_size: int, device: Device | None
-) -> BlockMask:
-    """``BlockMask.per_head`` and ``per_batch``, by name."""
-    if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
-        raise TypeError(f"{name} needs a list of patterns or masks; got {type(masks).__name__}")
-    masks = [from_flex_cached(mask) if isinstance(mask, FlexMask) else mask for mask in masks]
-    if not masks:
-        raise ValueError(f"{name} needs at least one pattern or mask; got an empty list")
-    first = next((m for m in masks if isinstance(m, BlockMask)), None)
-    if first is not None:
-        for length, given, own in (("q_len", q_len, first.q_len), ("kv_len", kv_len, first.kv_len)):
-            if given is not None and given != own:
-                raise ValueError(f"{name} got {length}={given} and a mask of {own}; leave {length} out, or compile the mask for it")
-        q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
-        device = device or first.device
-    keys = [item if isinstance(item, (Pattern, str)) else id(item) for item in masks]
-    distinct = dict(zip(keys, masks, strict=True))
-    compiled = {key: as_block_mask(item, q_len, kv_len, block_size).to("cpu") for key, item in distinct.items()}
-    shape = (1, len(keys)) if name == "per_head" else (len(keys), 1)
-    return BlockMask.of_tables(build.from_heads([compiled[key] for key in keys], *shape)).to(device or "cpu")
 
 
 def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask:

@@ -167,8 +167,7 @@ def in_blocks_of(mask: MaskTables, block_size: int) -> MaskTables:
         raise ValueError(f"block_size must be a multiple of the mask's {mask.block_size}; got {block_size}")
     pool, single = TilePool(block_size), []
     for number in range(mask.masks):
-        full, entries = merge_blocks(mask, number, pool)
-        single.append(from_entries(grid, entries, pool, full))
+        single.append(from_entries(grid, merge_blocks(mask, number, pool), pool))
     return _stack_masks(single, mask.mask_index.cpu()).having(keeps_all=mask.keeps_all)
 
 

@@ -93,10 +93,6 @@ class Pattern(CompilerHints):
         """The pattern for sequences of this many keys: another one if it counts tokens from the end."""
         return self
 
-    def move_by(self, by: int) -> Pattern | None:
-        """A pattern of the same kind with position 0 at position ``by``, right for keys from there on; None if there is none."""
-        return None
-
     def to_spec(self) -> str:
         """Canonical spec text: equal patterns have equal text, and ``Pattern.from_spec`` reads it back."""
         name = own_name(type(self))

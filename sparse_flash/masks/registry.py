@@ -67,8 +67,6 @@ def list_registered(chooses: bool) -> list[str]:
 
 def pattern_class(name: str) -> type[Pattern]:
     """The class registered under ``name``. Raises ValueError that lists the nearest names."""
-    if name == "topk_blocks":
-        raise ValueError("topk_blocks is no pattern: it chooses blocks from q and k; pass mask=topk_blocks(q, k, keep=...)")
     if name == "layout":
         raise ValueError(
             "layout must be given: pass layout=sf.VideoLayout(frames, height, width) to explain or draw, --video "

@@ -228,13 +228,6 @@ class Moved(Pattern):
         # A rule need not take negative keys, unless blocks on a diagonal are alike.
         return self.pattern.token_rule(q - self.by, kv - self.by if self.shift_period else np.maximum(kv - self.by, 0))
 
-    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        kept, whole = np.empty((*q.shape, kv.shape[1]), bool), kv[:, 0] >= self.by
-        for chosen, by, tiles in ((whole, self.by, self.pattern.token_tiles), (~whole, 0, super().token_tiles)):
-            if chosen.any():
-                kept[chosen] = tiles(q[chosen] - by, kv[chosen] - by)
-        return kept
-
     def row_runs(self, q: np.ndarray) -> Runs | None:
         runs = self.pattern.row_runs(q - self.by)
         return None if runs is None else (runs[0] + self.by, runs[1] + self.by)
@@ -263,7 +256,6 @@ def move_pattern(pattern: Pattern, by: int) -> Pattern:
             return leaf
         if isinstance(leaf, DerivedPattern):
             return leaf.expand_expression().map_leaves(change)
-        moved = leaf.move_by(by)
-        return Moved(leaf, rest) if moved is None else moved
+        return Moved(leaf, rest)
 
     return pattern.map_leaves(change)

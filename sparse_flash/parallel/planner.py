@@ -112,7 +112,7 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
     def _plan_documents(self, cu_seqlens: tuple[int, ...]) -> PlannedSequence:
         apart = shifted(documents(cu_seqlens), 0)
         size = self._options.block_size
-        masks = [compile_mask(one & apart, self._q_len, block_size=size, progress=False) for one in self._patterns]
+        masks = [compile_mask(one & apart, self._q_len, block_size=size) for one in self._patterns]
         return plan_sequence(masks, self._layers, self._rank, dist.get_world_size(self._group), self._options)
 
     def close(self) -> None:

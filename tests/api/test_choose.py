@@ -17,7 +17,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.api import call as api_call
 from sparse_flash.choosers import choose
 from sparse_flash.choosers.built_in import Sampled
 from sparse_flash.dispatch import operators
@@ -141,37 +140,6 @@ def test_given_scores_are_taken_and_none_nan_or_minus_infinity_is_kept(some, wit
     with mock.patch.object(choose, "_can_use_kernels", lambda q: by_kernels):
         mask = sf.choose_blocks(spec, q, k, scores=scores)
     np.testing.assert_array_equal(dense(mask, q), definition(spec, q, k, scores.cpu().numpy()))
-
-
-@parametrize(
-    "spec, compiles",
-    [
-        ("window(70, 0) & (sampled(8, keep=1, block=64) | sinks(4))", False),
-        ("window(70, 0) & (sampled(8, keep=1, block=64) | sinks(4))", True),
-        ("local(100) & window(500, 0) & pooled(keep=1)", False),
-        ("window(9, 0) & per_head([pooled(keep=1), pooled(keep=2), sinks(3), pooled(keep=1)])", False),
-    ],
-)
-def test_training_warns_once_where_later_keys_decide_although_no_query_sees_them(spec, compiles):
-    api_call._warn_that_later_keys_decide.cache_clear()
-    q, k, v = inputs()
-    call = torch.compile(sf.attention, backend="eager") if compiles else sf.attention
-    message = r"no query sees a later key under .* so training sees the future; write causal & .*"
-    with pytest.warns(UserWarning, match=message) as seen:
-        for _ in range(2):
-            call(q.requires_grad_(), k, v, spec)
-    assert len(seen) == 1 and (compiles or seen[0].filename == __file__)
-
-
-@pytest.mark.filterwarnings("error")
-def test_training_gives_no_warning_under_causal_and_where_queries_see_later_keys():
-    api_call._warn_that_later_keys_decide.cache_clear()
-    q, k, v = inputs()
-    for spec in (SPEC, SHARED, *(f"{within} & pooled(keep=1)" for within in ("local(70)", "causal & window(70, 0)"))):
-        sf.attention(q.requires_grad_(), k, v, spec)
-    sf.attention(q, k, v, "documents((0, 40, 200)) & pooled(keep=1)")
-    with torch.no_grad():
-        sf.attention(q, k, v, "window(70, 0) & pooled(keep=1)")
 
 
 # Compiled code and programs.

@@ -38,8 +38,8 @@ def of_heads(draw, lengths, size):
     if form == "pattern":
         mask = sf.compile_mask(getattr(sf, name)(patterns), *lengths, size)
     else:
-        masks = patterns if form == "patterns" else [sf.compile_mask(one, *lengths, size) for one in patterns]
-        mask = getattr(sf.BlockMask, name)(masks, *lengths, size)
+        name, masks = "per_head", patterns if form == "patterns" else [sf.compile_mask(one, *lengths, size) for one in patterns]
+        mask = sf.BlockMask.per_head(masks, *lengths, size)
     return mask, kept[None] if name == "per_head" else kept[:, None]
 
 

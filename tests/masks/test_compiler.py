@@ -216,12 +216,3 @@ def test_blocks_of_one_diagonal_are_evaluated_once(monkeypatch):
     )
     mask = sf.compile_mask(sf.causal() & sf.strided(50, block=1), 2000, block_size=16)
     assert 0 < sum(looked_at) < mask.block_states().count_nonzero() * 16**2 / 4
-
-
-def test_progress_bar_changes_nothing_but_standard_error(capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws bars only for terminals
-    pattern = sf.from_mask_fn(lambda q, kv: q % 3 == kv % 3)
-    shown = sf.compile_mask(pattern, 500, block_size=32, progress=True)
-    told = capsys.readouterr()
-    assert "compiling" in told.err and not told.out
-    assert shown.equal(sf.compile_mask(pattern, 500, block_size=32)) and not capsys.readouterr().err

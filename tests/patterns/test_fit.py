@@ -48,19 +48,6 @@ def decoded(mask, *lengths):
     return sf.attention_decode(q, k, k, mask, kv_lens=torch.tensor(lengths))
 
 
-@pytest.mark.parametrize("kind", [np.arange, torch.arange])
-@pytest.mark.parametrize("call", [packed, decoded])
-def test_data_shorter_than_a_length_rounded_up_are_an_error_that_names_function_and_length(call, kind):
-    def same_document(q, kv):
-        return data[q] == data[kv]
-
-    data, mask = kind(100) // 30, sf.causal() & sf.from_mask_fn(same_document)
-    with pytest.raises(ValueError, match=r"same_document\) must take positions up to 127, .* the data that it reads 128 long"):
-        call(mask, 100)
-    data = kind(128) // 30
-    call(mask, 100)
-
-
 @settings(max_examples=60)
 @given(pattern=strategies.expressions, before=st.integers(0, 100), tokens=st.integers(1, 200), size=strategies.block_sizes)
 def test_shifted_tokens_see_among_themselves_what_they_see_alone_and_nothing_else(pattern, before, tokens, size):

@@ -205,8 +205,6 @@ def test_a_moved_expression_keeps_from_its_first_position_on_what_the_expression
         (sf.block_diagonal(8), 3, move_pattern(sf.block_diagonal(8), 19)),
         (sf.block_diagonal(8), -16, sf.block_diagonal(8)),
         (sf.causal() & sf.local(9), 5, sf.causal() & sf.local(9)),
-        (sf.sinks(4), 3, sf.sinks(7)),
-        (sf.sinks(4), -4, ~sf.full()),
         (sf.longformer(5, 2), -1, sf.local(5) | move_pattern(sf.global_tokens(2), -1)),
     ],
 )
