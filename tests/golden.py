@@ -25,7 +25,7 @@ OTHERS = [
     "dilated(3, 2, block=16)",
     "fixed(8, summary=3, block=16)",
     "frame_window(video_layout(7, 15, 30, tile=(1, 8, 8), prefix=9), 3, anchors=2, keep_beside=False)",
-    "neighborhood((9, 16, 28), (3, 5, 7), stride=(1, 2, 3), dilation=(2, 1, 4), causal=(True, False, False))",
+    "neighborhood((9, 16, 28), (3, 5, 7), causal=(True, False, False))",
     "neighborhood((9, 16, 28), (4, 6, 8))",
     "per_head([causal, ~local(9)])",
     "power_of_two(factors=4, block=32)",

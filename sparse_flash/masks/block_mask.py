@@ -158,8 +158,7 @@ class BlockMask(MaskTables):
         alignment at the end belongs to patterns, not to tables. A ``score_mod`` is not part of a mask.
 
         A mask without a token rule has None or PyTorch's ``noop_mask`` as its ``mask_mod``. It is converted like the map of
-        ``from_blocks``: without host synchronization, also in CUDA graphs and compiled code. The sides of its blocks may be any
-        multiples of 16, as its blocks are divided into square ones that tables support.
+        ``from_blocks``: without host synchronization, also in CUDA graphs and compiled code.
         """
         if from_flex.keeps_listed_blocks(mask):
             blocks, grid = from_flex.map_from_flex(mask)
@@ -338,9 +337,6 @@ def compile_mask(
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
     grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-    longest = max(grid.q_len, grid.kv_len)
-    if longest >= 2**31:  # kernels count tokens in 32 bits, and the table's rows alone would take tens of gigabytes
-        raise ValueError(f"q_len and kv_len must be at most 2^31 - 1 tokens; got {longest:,}; split the sequence")
     check_fit(pattern, grid.q_len, grid.kv_len)
     return BlockMask.of_tables(compile_tables(pattern.bind_length(grid.kv_len), grid)).to(device or "cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .costs import BLOCK as KERNEL_BLOCK
-from .costs import PORTABLE_MARGIN, Counts
+from .costs import PORTABLE_MARGIN, both_passes_us
 from .grid import BlockGrid, concat_ranges
 from .mask_tables import MaskTables
 from .table import Entries, PartialBlocks
@@ -31,10 +31,10 @@ def is_coarse_faster(mask: MaskTables) -> bool:
         blocks += full.blocks + len(partial.rows)
         # Sorting is many times faster than np.unique, which hashes.
         visited += int(np.count_nonzero(np.diff(np.sort(parents), prepend=-1)))
-    own = Counts(mask.block_size, mask.grid.q_blocks * mask.masks, blocks)
-    coarse = Counts(KERNEL_BLOCK, wide.q_blocks * mask.masks, visited)
+    own = both_passes_us(mask.block_size, mask.grid.q_blocks * mask.masks, blocks)
+    coarse = both_passes_us(KERNEL_BLOCK, wide.q_blocks * mask.masks, visited)
     margin = PORTABLE_MARGIN if mask.block_size < 64 else 1
-    return bool(blocks) and margin * coarse.both_passes_us < own.both_passes_us
+    return bool(blocks) and margin * coarse < own
 
 
 def merge_blocks(mask: MaskTables, number: int, pool: TilePool) -> Entries:

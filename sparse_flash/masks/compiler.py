@@ -19,9 +19,8 @@ from .build import check_blocks, from_entries, from_heads
 from .chooser import Chooser
 from .fields import BEYOND
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
-from .hints import Runs
 from .mask_tables import MaskTables
-from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, short_text
+from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, Runs, short_text
 from .rules import block_states
 from .table import Entries, FullBlocks
 from .tiles import TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows

@@ -6,8 +6,6 @@ the backward pass: columns) are spread over the multiprocessors.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 BLOCK, HEAD_DIM = 128, 128  # of dense calls; of calls whose head_dim is not known yet, on which choices hardly depend
@@ -29,18 +27,9 @@ _TIMES = {
 }
 
 
-class Counts(NamedTuple):
-    """Counts of what a pass iterates over in a head: rows, full and partial blocks."""
-
-    block_size: int
-    rows: int
-    full: float
-    partial: float = 0.0
-
-    @property
-    def both_passes_us(self) -> float:
-        """Returns the microseconds of both passes of a head, if programs on all multiprocessors have work."""
-        return sum(row_us(backward, *self) for backward in (False, True))
+def both_passes_us(block_size: int, rows: float, full: float, partial: float = 0.0) -> float:
+    """Returns the microseconds of both passes of a head, if programs on all multiprocessors have work."""
+    return sum(row_us(backward, block_size, rows, full, partial) for backward in (False, True))
 
 
 def row_us(backward: bool, block_size: int, rows: float, full: float, partial: float = 0.0) -> float:

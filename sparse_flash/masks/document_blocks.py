@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .costs import BLOCK, Counts
+from .costs import BLOCK, both_passes_us
 from .grid import concat_ranges
 from .mask_tables import MaskTables
 from .table import ROW, Entries, KernelTables, Table, build_table, sort_entries
@@ -71,7 +71,7 @@ def _use_starts(table: Table, starts: torch.Tensor) -> Table:
 
 def _estimate_time(is_partial: np.ndarray, rows: int) -> float:
     partial = int(np.count_nonzero(is_partial))
-    return Counts(BLOCK, rows, len(is_partial) - partial, partial).both_passes_us
+    return both_passes_us(BLOCK, rows, len(is_partial) - partial, partial)
 
 
 def single_runs(mask: MaskTables) -> tuple[np.ndarray, np.ndarray] | None:

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from .build import from_entries, from_heads
 from .from_maps import map_from_lists
-from .grid import BLOCK_SIZES, BlockGrid
+from .grid import BlockGrid
 from .mask_tables import MaskTables
 from .table import Entries
 from .tiles import FULL_TILE, TilePool, dense_batches
@@ -25,10 +25,7 @@ def from_flex(mask: FlexMask) -> MaskTables:
     if not isinstance(mask, FlexMask):
         got = f"{type(mask).__module__}.{type(mask).__qualname__}"
         raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {got}")
-    q_block, kv_block = mask.BLOCK_SIZE
-    if q_block != kv_block:
-        raise ValueError(f"from_flex needs square blocks; got BLOCK_SIZE={(q_block, kv_block)}; pass one number as BLOCK_SIZE")
-    grid = BlockGrid(*mask.seq_lengths, q_block)
+    grid = _grid_of(mask)
     pool = TilePool(grid.block_size)
     batch, heads = mask.kv_num_blocks.shape[:2]
     masks = [from_entries(grid, _entries_of_head(mask, grid, b, h, pool), pool) for b in range(batch) for h in range(heads)]
@@ -41,22 +38,20 @@ def keeps_listed_blocks(mask: FlexMask) -> bool:
 
 
 def map_from_flex(mask: FlexMask) -> tuple[torch.Tensor, BlockGrid]:
-    """The block map of a mask without a token rule, and its grid. Raises ValueError for sides that are not multiples of 16."""
-    lengths, sides = mask.seq_lengths, mask.BLOCK_SIZE
-    fitting = [size for size in BLOCK_SIZES if sides[0] % size == sides[1] % size == 0]
-    if not fitting:
-        raise ValueError(f"from_flex needs BLOCK_SIZE to be multiples of {BLOCK_SIZES[0]} tokens; got {sides}; use 64 or 128")
-    # Blocks of the table's sizes stay. Others become blocks of 128 at most, over which kernels are fastest.
-    size = fitting[-1] if sides[0] == sides[1] == fitting[-1] else min(fitting[-1], 128)
-    shape = -(-lengths[0] // sides[0]), -(-lengths[1] // sides[1])
-    blocks = map_from_lists(mask.kv_indices, mask.kv_num_blocks, shape)
+    """The block map of a mask without a token rule, and its grid."""
+    grid = _grid_of(mask)
+    blocks = map_from_lists(mask.kv_indices, mask.kv_num_blocks, grid.shape)
     if mask.full_kv_indices is not None and mask.full_kv_num_blocks is not None:
-        blocks = blocks | map_from_lists(mask.full_kv_indices, mask.full_kv_num_blocks, shape)
-    grid = BlockGrid(*lengths, size)
-    for axis in range(2):
-        if sides[axis] != size:
-            blocks = blocks.repeat_interleave(sides[axis] // size, axis + 2).narrow(axis + 2, 0, grid.shape[axis])
+        blocks = blocks | map_from_lists(mask.full_kv_indices, mask.full_kv_num_blocks, grid.shape)
     return blocks, grid
+
+
+def _grid_of(mask: FlexMask) -> BlockGrid:
+    """Raises ValueError for blocks that tables do not have."""
+    q_block, kv_block = mask.BLOCK_SIZE
+    if q_block != kv_block:
+        raise ValueError(f"from_flex needs square blocks; got BLOCK_SIZE={(q_block, kv_block)}; pass one number as BLOCK_SIZE")
+    return BlockGrid(*mask.seq_lengths, q_block)
 
 
 def _entries_of_head(mask: FlexMask, grid: BlockGrid, b: int, h: int, pool: TilePool) -> Entries:

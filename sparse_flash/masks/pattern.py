@@ -8,20 +8,24 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import chain
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import numpy as np
 
 from ..compat.constants import constant_in_graphs
 from . import spec
 from .fields import check_fields, set_fields
-from .hints import CompilerHints
+from .grid import BlockGrid, BlockRuns, SparseMatrix
+
+# The starts and the ends of runs of keys.
+Runs: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
-class Pattern(CompilerHints):
+class Pattern:
     """Base class of patterns. Subclass it as a frozen dataclass and define ``token_rule``.
 
         @sparse_flash.register_pattern("ring")
@@ -32,15 +36,17 @@ class Pattern(CompilerHints):
             def token_rule(self, q, kv):
                 return (q - kv) % self.period == 0
 
-    The rest may be left out. A pattern for one number of tokens, as a grid is, says so by ``named_tokens``. What makes compiling
-    faster is in ``CompilerHints``: a ``block_rule`` if whole blocks can be ruled in or out, without which every block is evaluated;
-    ``shift_invariant`` if the rule depends only on ``q - kv``. A pattern made of whole blocks may define only a ``block_rule``.
+    The rest may be left out. A pattern for one number of tokens, as a grid is, says so by ``named_tokens``. ``block_rule``,
+    ``row_runs``, ``block_keys`` and ``shift_invariant``, that the rule depends only on ``q - kv``, make compiling faster and change
+    no table: each must agree with ``token_rule``. Without a block rule every block is evaluated. A pattern made of whole blocks may
+    define only that.
 
     Fields are hashable, as tables are looked up by their pattern: tuples, not lists or arrays. Others raise a TypeError. Equal
     patterns, which share tables, have equal fields of one kind: 1, 1.0 and True differ.
     """
 
     name: ClassVar[str | None] = None
+    shift_invariant: ClassVar[bool] = False  # then blocks on one diagonal are equal, and one of them is evaluated
     chooses: ClassVar[bool] = False  # whether it is a chooser, which keeps blocks by the content of q and k
     hides_padding: ClassVar[bool] = False  # whether it keeps no padding of its ``layout``, which is such a pattern itself
     from_spec: ClassVar[Callable[[str], Pattern]]  # ``parse``: module ``parsing``, which knows all classes, sets it
@@ -63,6 +69,36 @@ class Pattern(CompilerHints):
         many queries as keys these are plain indices (negative if there are more queries than keys).
         """
         raise NotImplementedError(f"{type(self).__name__} defines no token_rule, and some of its blocks are partial")
+
+    def block_rule(self, grid: BlockGrid) -> BlockRuns | SparseMatrix | None:
+        """States of the grid's blocks (1 partial, 2 full) as a (q_blocks, kv_blocks) scipy.sparse matrix or a BlockRuns, or None if
+        only the tokens of blocks tell them apart.
+
+        It may call an empty or full block partial: compiling evaluates the tokens of partial blocks.
+        """
+        return None
+
+    def block_keys(self, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
+        """Keys of these blocks, (blocks, numbers) integers, or None. Blocks with equal keys keep equal pairs: one is evaluated."""
+        return None
+
+    def row_runs(self, q: np.ndarray) -> Runs | None:
+        """The keys that each query keeps, as runs [first, stop) of positions, or None if that is not a natural form.
+
+        q: any shape S of int64 positions. Returns two int64 arrays of shape (*S, runs); the runs of a query are ascending and
+        disjoint; a run with stop <= first is empty.
+        """
+        return None
+
+    @property
+    def shift_period(self) -> int | None:
+        """The token rule repeats when both positions move by this many tokens; None if it need not."""
+        return 1 if self.shift_invariant else None
+
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
+        shape = (*q.shape, kv.shape[1])
+        return evaluate_rule(self, "the token rule", self.token_rule, (q[:, :, None], kv[:, None, :]), shape)
 
     def named_tokens(self) -> tuple[int, int] | None:
         """The least and the greatest length of the sequences that the pattern is for, if it names a number of tokens, as a grid
@@ -181,6 +217,34 @@ def _equality_key(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(map(_equality_key, value))
     return isinstance(value, (bool, np.bool_)), isinstance(value, (float, np.floating)), value
+
+
+@contextmanager
+def explain_array_errors(pattern: object, rule: str) -> Iterator[None]:
+    """Errors of a rule that does not take arrays name it and say what to write; others are the user's own, and pass."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if "array" not in str(error):  # as NumPy says it: the truth value of an array, only 0-dimensional arrays
+            raise
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(
+            f"{rule} of {pattern} failed on arrays of positions: {error} (use NumPy's functions, and & | ~ instead of and, or, not)"
+        ) from error
+
+
+def evaluate_rule(
+    pattern: object, name: str, rule: Callable[..., Any], positions: tuple[np.ndarray, ...], shape: tuple[int, ...]
+) -> np.ndarray:
+    """Evaluates a rule at these positions: bool of this shape. Raises TypeError or ValueError for a result of another form."""
+    with explain_array_errors(pattern, name):
+        # A rule may change its arguments in place, and other rules get the same positions.
+        kept = np.asarray(rule(*(one.copy() for one in positions)))
+    if kept.dtype != bool:
+        raise TypeError(f"{name} of {pattern} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
+    try:
+        return np.broadcast_to(kept, shape)
+    except ValueError:
+        raise ValueError(f"{name} of {pattern} must broadcast to {shape}; it returned {kept.shape}") from None
 
 
 class DerivedPattern(Pattern):

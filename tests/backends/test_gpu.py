@@ -83,13 +83,13 @@ def lists_of(blocks):
 
 
 def flex_mask(index, count):
-    return FlexMask.from_kv_blocks(torch.zeros_like(count), index, count, index, BLOCK_SIZE=(128, 256), compute_q_blocks=False)
+    return FlexMask.from_kv_blocks(torch.zeros_like(count), index, count, index, BLOCK_SIZE=128, compute_q_blocks=False)
 
 
 # How many blocks of keys, the tensors of a map, and the mask of these tensors.
 AT_RUN_TIME = {
     "maps": (64, lambda blocks: (blocks.clone(),), lambda blocks: sf.BlockMask.from_blocks(blocks, 128)),
-    "FlexAttention": (32, lists_of, flex_mask),
+    "FlexAttention": (64, lists_of, flex_mask),
 }
 
 
