@@ -25,7 +25,7 @@ from .coarsen import KERNEL_BLOCK, is_coarse_faster
 from .compiler import compile_tables
 from .document_blocks import document_blocks
 from .fit import check_fit
-from .from_maps import dense_tensors, select_by_maps
+from .from_maps import by_head, dense_tensors, select_by_maps
 from .grid import BlockGrid
 from .mask_tables import MaskTables
 from .memory import cached_until_cleared, register_clear
@@ -115,16 +115,7 @@ class BlockMask(MaskTables):
         the host at its first use with these lengths, and cached: use it once before capturing a graph. The table has room for every
         block that ``within`` keeps, as the host does not know the number kept.
         """
-        if not isinstance(blocks, torch.Tensor):
-            raise TypeError(f"blocks must be a bool tensor; got {type(blocks).__name__}; use torch.tensor(...)")
-        if blocks.dtype != torch.bool or blocks.dim() not in (2, 4):
-            raise ValueError(
-                "blocks must be a bool tensor of shape (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks); "
-                f"got {blocks.dtype} of shape {tuple(blocks.shape)}; compare or use .bool()"
-            )
-        if 0 in blocks.shape:
-            raise ValueError(f"blocks must not be empty; got shape {tuple(blocks.shape)}")
-        blocks = blocks if blocks.dim() == 4 else blocks[None, None]
+        blocks = by_head("blocks", blocks, "q_blocks, kv_blocks")
         q_blocks, kv_blocks = blocks.shape[2:]
         if q_blocks == kv_blocks:  # of self-attention: one length is both
             q_len, kv_len = (kv_len or None) if q_len is None else q_len, q_len if kv_len is None else kv_len

@@ -125,6 +125,18 @@ def map_from_lists(indices: torch.Tensor, counts: torch.Tensor, shape: tuple[int
     return kept.scatter_(2, index.flatten(2), True)[..., :-1].unflatten(2, shape)
 
 
+def by_head(name: str, kept: object, sides: str) -> torch.Tensor:
+    """A bool tensor as (batch | 1, heads | 1, ...). sides: the names of its last two dimensions. Raises TypeError or ValueError."""
+    if not isinstance(kept, torch.Tensor):
+        raise TypeError(f"{name} must be a bool tensor; got {type(kept).__name__}; use torch.tensor(...)")
+    if kept.dtype != torch.bool or kept.dim() not in (2, 4) or 0 in kept.shape:
+        raise ValueError(
+            f"{name} must be a bool tensor of shape ({sides}) or (batch | 1, heads | 1, {sides}), none of it 0; got "
+            f"{kept.dtype} of shape {tuple(kept.shape)}; compare or use .bool()"
+        )
+    return kept if kept.dim() == 4 else kept[None, None]
+
+
 def _can_read_values(device: torch.device) -> bool:
     """Whether the host may read values: of CPU tensors, in eager calls."""
     return device.type == "cpu" and not (is_recorded(device) or in_function_transform())

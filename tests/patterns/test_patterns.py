@@ -281,7 +281,7 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
         (lambda: sf.power_of_two(63), "factors must be an integer of at least 0 and at most 62"),
         (lambda: sf.fixed(4, 5), "summary must be at most stride=4; got 5"),
         (lambda: sf.documents([1, 2]), r"must start with 0.*itertools\.accumulate"),
-        (lambda: sf.documents([0, 5, 3]), "must not decrease; got 5, then 3 at 2"),
+        (lambda: sf.documents([0, 5, 3]), r"not decrease, .*; got \(0, 5, 3\)"),
         (lambda: sf.documents(9), "sequence of integers; got 9"),
         (lambda: sf.random(0.0), "0 < density <= 1; got 0.0"),
         (lambda: sf.random(True), "0 < density <= 1; got True"),
