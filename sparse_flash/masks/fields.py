@@ -15,7 +15,7 @@ import dataclasses
 import math
 from numbers import Real
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, TypeAlias, Union, get_args, get_origin
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Limit(NamedTuple):
     """The values that one field of a pattern takes. optional: None too."""
 
     field: str
-    form: Literal["integer", "integers", "share"]
+    form: str  # "integer", "integers" or "share"
     least: int
     most: int
     optional: bool
