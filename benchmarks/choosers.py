@@ -164,8 +164,7 @@ def tune_to_density(case: ChooserCase, problem: Problem, density: float) -> Choo
     if "?" not in case.chooser:
         return case
     q, k, _ = problem.leaves
-    rules = case.with_number(0.5).parsed
-    by_threshold = rules.floor is not None or rules.relative is not None
+    by_threshold = case.with_number(0.5).parsed.floor is not None
 
     def density_at(number: float) -> float:
         return float(densities(case, sf.choose_blocks(case.with_number(number).spec, q, k)).mean())

@@ -90,7 +90,7 @@ def masks(what: str, batch: int, kv_heads: int, tokens: int, device: torch.devic
     blocks, generator = tokens // _BLOCK, torch.Generator(device).manual_seed(1)
     chosen = torch.rand(batch, kv_heads, 1, blocks - 1, generator=generator, device=device).topk(min(_PICKS, blocks) - 1).indices
     picks = torch.cat([chosen.sort().values, torch.full_like(chosen[..., :1], blocks - 1)], 3).int()
-    make = partial(sf.BlockSelection.from_picks, block_size=_BLOCK, q_len=1, kv_len=tokens)
+    make = partial(sf.BlockSelection.from_picks, block_size=_BLOCK, kv_len=tokens)
     return make(picks), lambda number: make(picks[number : number + 1])
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import sparse_flash as sf
+from sparse_flash.core.eight_bits import attention_in_eight_bits
 from sparse_flash.kernels.common.eight_bits import TOP_EXPONENT
-from sparse_flash.variant.eight_bits import attention_in_eight_bits
 
 from .baselines.flash import prepare_fa3_forward, quantize
 from .measure.accuracy import relative_error

@@ -36,9 +36,5 @@ class FrameWindow(TilePattern):
     window: Positive
     anchors: Natural = 1
 
-    @property
-    def window_in_tiles(self):
-        return self.window, *self.layout.tile_grid[1:]
-
     def tile_rule(self, q, kv):
         return (kv[0] < self.anchors) | in_window(q[0], kv[0], self.window, self.layout.tile_grid[0])

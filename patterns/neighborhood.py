@@ -2,7 +2,7 @@
 
 use: images, video and volumes: each patch sees the patches around it
 formula: start <= kv < start + window on each axis, with start = clip(q - window // 2, 0, extent - window)
-source: arXiv:2204.07143, sec. 3; causal as NATTEN defines it (arXiv:2504.16922)
+source: arXiv:2204.07143, sec. 3; stride, dilation and causal as NATTEN defines them (arXiv:2209.15001, arXiv:2504.16922)
 specimen: neighborhood((64, 64), 13)
 
     ##.##....
@@ -37,16 +37,20 @@ class Neighborhood(RunPattern):
     window: cells on each axis, or one number for all of them; at most shape. An even window has one cell more before the
     query than after it. The grid must hold all tokens of the sequence; ``shifted`` places one that has other tokens
     beside it, such as text, which keep nothing and are seen by nothing. A VideoLayout has them as prefix and suffix.
-    causal: whether an axis is causal, or True or False for all; None is False. There the window ends at the query, and is cut off
-    at the border.
+    stride, dilation: cells on each axis, or one number for all; None is 1. So many neighbours have one window, that of the middle
+    one, of the later one of two. A window has every so many cells, those with the query's remainder. window * dilation is at most
+    shape, stride at most window. causal: whether an axis is causal, or True or False for all; None is False. There the window ends
+    at the query, begins where that of the last of its stride begins, and is cut off at the border.
     """
 
     shape: tuple[Positive, ...]
     window: tuple[Positive, ...]
+    stride: tuple[Positive, ...] | None = None
+    dilation: tuple[Positive, ...] | None = None
     causal: tuple[bool, ...] | None = None
 
     def __post_init__(self):
-        given = {name: getattr(self, name) for name in ("shape", "window", "causal")}
+        given = {name: getattr(self, name) for name in ("shape", "window", "stride", "dilation", "causal")}
         given = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in given.items()}
         if isinstance(shape := given["shape"], (tuple, list)):
             for name, value in given.items():
@@ -64,20 +68,37 @@ class Neighborhood(RunPattern):
             raise ValueError(
                 f"neighborhood: window must have one number for each axis of shape={shape}, none larger than the axis; got {window}"
             )
-        if self.causal is not None and len(self.causal) != len(shape):
-            raise ValueError(f"neighborhood: causal must have one value for each axis of shape={shape}; got {self.causal}")
-        if self.causal is not None and not any(self.causal):
-            set_fields(self, causal=None)  # so that patterns of one meaning are equal
+        for name, limits in (
+            ("stride", window),
+            ("dilation", [s // w for s, w in zip(shape, window, strict=True)]),
+            ("causal", window),
+        ):
+            value, most = getattr(self, name), tuple(limits)
+            if value is not None and (len(value) != len(shape) or any(one > limit for one, limit in zip(value, most, strict=True))):
+                raise ValueError(f"neighborhood: {name} must have one number for each axis, at most {most}; got {value}")
+            if value is not None and not any(one > (name != "causal") for one in value):
+                set_fields(self, **{name: None})  # so that patterns of one meaning are equal
 
     def named_tokens(self):
         return (prod(self.shape),) * 2
 
     def _windows(self, q):
-        """On each axis (first, stop): a query keeps cells first .. stop - 1."""
-        causal_axes = self.causal or (False,) * len(self.shape)
-        for cell, extent, window, causal in zip(cells_of(q, self.shape), self.shape, self.window, causal_axes, strict=True):
-            first = np.maximum(cell - window + 1, 0) if causal else np.clip(cell - window // 2, 0, extent - window)
-            yield first, cell + 1 if causal else first + window
+        """On each axis (dilation, remainder, first, stop): a query keeps cells remainder + dilation * c, first <= c < stop."""
+        ones = (1,) * len(self.shape)
+        axes = zip(
+            cells_of(q, self.shape),
+            self.shape,
+            self.window,
+            self.stride or ones,
+            self.dilation or ones,
+            self.causal or (0,) * len(ones),
+        )
+        for cell, extent, window, stride, dilation, causal in axes:
+            own, remainder = np.divmod(cell, dilation) if dilation > 1 else (cell, 0)
+            last = (extent - 1 - remainder) // dilation
+            leader = np.minimum(own // stride * stride + (stride - 1 if causal else stride // 2), last) if stride > 1 else own
+            first = np.maximum(leader - window + 1, 0) if causal else np.clip(leader - window // 2, 0, last + 1 - window)
+            yield dilation, remainder, first, own + 1 if causal else first + window
 
     def _within(self, position):
         return (position >= 0) & (position < prod(self.shape))
@@ -86,20 +107,23 @@ class Neighborhood(RunPattern):
         # Axis by axis takes fewer comparisons than run by run: a window of three axes has many runs.
         q, kv = np.asarray(q), np.asarray(kv)
         kept = self._within(q) & self._within(kv)
-        for (first, stop), cell in zip(self._windows(q), cells_of(kv, self.shape), strict=True):
+        for (dilation, remainder, first, stop), cell in zip(self._windows(q), cells_of(kv, self.shape), strict=True):
+            kept = kept & (cell % dilation == remainder) if dilation > 1 else kept
+            cell = cell // dilation if dilation > 1 else cell
             kept = kept & (cell >= first) & (cell < stop)
         return kept
 
     def row_runs(self, q):
-        *axes, (last_first, last_stop) = self._windows(q)
+        axes = list(self._windows(q))
+        *_, (dilated, _, _, _) = axes
         firsts, stops = [], []
-        # A run is a line's cells on the last axis.
-        for steps in product(*map(range, self.window[:-1])):
+        # A run is a line's cells on the last axis, or one cell where these lie apart.
+        for steps in product(*map(range, self.window[:-1]), range(self.window[-1]) if dilated > 1 else (0,)):
             line, kept = 0, self._within(q)
-            for step, extent, (first, stop) in zip(steps, self.shape, axes, strict=False):
-                line = line * extent + first + step
+            for step, extent, (dilation, remainder, first, stop) in zip(steps, self.shape, axes, strict=True):
+                line = line * extent + remainder + dilation * (first + step)
                 kept = kept & (first + step < stop) if self.causal else kept
-            line = line * self.shape[-1]
-            firsts.append(line + last_first)
-            stops.append(np.where(kept, line + last_stop, line + last_first))
+            length = 1 if dilated > 1 else stop - first
+            firsts.append(line)
+            stops.append(np.where(kept, line + length, line))
         return np.stack(firsts, axis=-1), np.stack(stops, axis=-1)

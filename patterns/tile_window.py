@@ -46,10 +46,6 @@ class TileWindow(TilePattern):
         if len(self.window) != 3:
             raise ValueError(f"tile_window: window must be (frames, height, width) in tiles, or one number; got {self.window}")
 
-    @property
-    def window_in_tiles(self):
-        return self.window
-
     def tile_rule(self, q, kv):
         frames, rows, columns = map(in_window, q, kv, self.window, self.layout.tile_grid)
         return frames & rows & columns

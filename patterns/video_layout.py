@@ -37,7 +37,6 @@ class OverTiles(UnitPattern):
 
     keep_beside = True
     hides_padding = True
-    window_in_tiles = None  # (frames, height, width) in tiles, of a pattern whose windows all have one size
 
     @property
     def block(self):

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .benchmarks.rows import BenchRow as BenchRow
     from .benchmarks.rows import bench as bench
-    from .parallel import ContextParallel as ContextParallel
     from .parallel import ContextPlan as ContextPlan
-    from .parallel import ContextPlans as ContextPlans
     from .parallel import context_parallel as context_parallel
     from .patterns import *  # noqa: F403  (their names, for tools that do not run ``names``)
 
@@ -32,7 +30,7 @@ if TYPE_CHECKING or _command not in ("sparse-flash", "sparse_flash"):
     from .names import *  # noqa: F403
 
 # Imported at their first use: most programs need neither groups of processes nor the benchmark.
-_LATE = dict.fromkeys(("ContextParallel", "ContextPlan", "ContextPlans", "context_parallel"), "parallel")
+_LATE = dict.fromkeys(("ContextPlan", "context_parallel"), "parallel")
 if _find_spec(".benchmarks", __name__):  # `make hub` leaves the benchmark out
     _LATE |= dict.fromkeys(("BenchRow", "bench"), "benchmarks.rows")
 

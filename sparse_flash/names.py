@@ -4,11 +4,13 @@ from .api.attention import attention
 from .api.caches import clear_caches
 from .api.choose import choose_blocks
 from .api.decode import attention_decode
-from .api.layer import KeyValueCache, SparseAttention
+from .api.layer import SparseAttention
 from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
 from .choosers import built_in as built_in
 from .choosers.report import ChoiceReport
+from .core.variant import ScoreFunction
+from .decoding.cache import KeyValueCache
 from .integrations import masks_of, record_masks
 from .masks.block_mask import BlockMask, compile_mask
 from .masks.chooser import Chooser, list_choosers, register_chooser
@@ -27,7 +29,6 @@ from .selection.choice import keep_picks
 from .selection.packed_selection import PackedSelection
 from .tools.draw import draw
 from .tools.explain import explain
-from .variant.variant import ScoreFunction
 
 __all__ = [
     "BlockMask",

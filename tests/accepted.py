@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from strategies import HEAD_DIMS, V_HEAD_DIMS
 
-from sparse_flash import backends
-from sparse_flash.backends import triton
+from sparse_flash.core import backends, triton
+from sparse_flash.core.description import Call
 from sparse_flash.masks.grid import BLOCK_SIZES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,9 +29,9 @@ needs_triton = pytest.mark.skipif(triton.why_unavailable() is not None, reason="
 
 
 def refusal(backend: str, **fields) -> str | None:
-    """Why the back end cannot run a small dense call with these fields of ``backends.Call`` changed; or None."""
+    """Why the back end cannot run a small dense call with these fields of ``Call`` changed; or None."""
     plain = {**USUAL, "batch": 1, "heads": 2, "kv_heads": 2, "q_len": 128, "kv_len": 128, "block_size": None}
-    return backends.get_backend(backend).supports(backends.Call(torch.device(DEVICE), **{**plain, **fields}))
+    return backends.get_backend(backend).supports(Call(torch.device(DEVICE), **{**plain, **fields}))
 
 
 def fitted(backend: str, usual: dict | None = None, **given) -> dict:

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import linear
 
 import sparse_flash as sf
-from sparse_flash.integrations import block_sparse_attn, flash_attn, sdpa
-from sparse_flash.variant.definition import Pairs, kept_by_dropout
-from sparse_flash.variant.variant import build_variant
+from sparse_flash.core.definition import Pairs, kept_by_dropout
+from sparse_flash.core.variant import build_variant
+from sparse_flash.integrations import block_sparse_attn, flash_attn
 
 try:
     import triton
@@ -382,13 +382,13 @@ def decode_selection(sizes: Sizes, *, eight_bits: bool = False) -> Call:
     """The last queries of sequences in a cache, over the blocks of 16 keys that they picked, some of them past the end."""
     cache = cache_of(replace(sizes, terms=()), eight_bits)
     (batch, _, queries, _), tokens = cache.q.shape, sizes.kv_len
-    picks = drawn_picks((batch, sizes.kv_heads, queries, 2), 1, 16, queries, tokens, sizes.seed)
+    picks = drawn_picks((batch, sizes.kv_heads, queries, 2), 16, tokens, sizes.seed)
     key, query = (torch.arange(n, device=DEVICE) for n in (tokens, queries))
     kept = (picks[..., None] == key // 16).any(3) & (key <= (cache.lens[:, None] - queries + query)[:, None, :, None])
     kept = kept.repeat_interleave(sizes.heads // sizes.kv_heads, 1)
 
     def chosen(capacity, picks):
-        return sf.BlockSelection.from_picks(picks, 16, q_len=queries, kv_len=capacity, own=False, check=False)
+        return sf.BlockSelection.from_picks(picks, 16, kv_len=capacity, own=False)
 
     def define(q):
         return dense_attention(q, cache.k.to(q.dtype), cache.v.to(q.dtype), kept, sizes.scale)
@@ -418,37 +418,36 @@ def topk(sizes: Sizes) -> Call:
     return Call((q, k, v), run, lambda *t: dense_attention(*t, kept))
 
 
-# every, block, picks of a choice, whether each head picks, what is always kept: which of them a seed takes.
+# block, picks of a query, whether each head picks, what is always kept: which of them a seed takes.
 SELECTIONS = (
-    (1, 16, 2, False, "sinks(3)"),
-    (1, 16, 3, True, None),
-    (1, 64, 2, False, "sinks(4) | local(20)"),
-    (4, 16, 3, False, None),
-    (40, 16, 3, True, "strided(7)"),
-    (1, 512, 2, False, None),
+    (16, 2, False, "sinks(3)"),
+    (16, 3, True, None),
+    (64, 2, False, "sinks(4) | local(20)"),
+    (16, 3, False, None),
+    (16, 3, True, "strided(7)"),
+    (512, 2, False, None),
 )
 
 
 def picked(sizes: Sizes, always: bool) -> tuple[torch.Tensor, Callable, torch.Tensor]:
-    """Picks of queries or groups of queries, some of which pick nothing; what makes a selection of q, k and picks; and the pairs of
+    """Picks of queries, some of which pick nothing; what makes a selection of q, k and picks; and the pairs of
     each pick, (batch, heads, q_len, picks, kv_len). always: the selection keeps more besides."""
-    every, block, count, by_head, more = SELECTIONS[sizes.seed % len(SELECTIONS)]
-    pickers, lengths = sizes.heads if by_head else sizes.kv_heads, (sizes.q_len, sizes.kv_len)
-    picks = drawn_picks((sizes.batch, pickers, -(-sizes.q_len // every), count), every, block, *lengths, sizes.seed)
+    block, count, by_head, more = SELECTIONS[sizes.seed % len(SELECTIONS)]
+    pickers = sizes.heads if by_head else sizes.kv_heads
+    picks = drawn_picks((sizes.batch, pickers, sizes.q_len, count), block, sizes.kv_len, sizes.seed)
     picks[:, :, 10:20] = -1
 
     def chosen(q, k, picks):
-        options = {"every": every, "own": False, "always": more if always else None, "check": False}
-        return sf.BlockSelection.from_picks(picks, block, q_len=q.shape[2], kv_len=k.shape[2], **options)
+        return sf.BlockSelection.from_picks(picks, block, kv_len=k.shape[2], own=False, always=more if always else None)
 
-    kept = kept_by_picks(picks, every, block, *lengths).repeat_interleave(sizes.heads // pickers, 1).to(DEVICE)
+    kept = kept_by_picks(picks, block, sizes.kv_len).repeat_interleave(sizes.heads // pickers, 1).to(DEVICE)
     return picks, chosen, kept
 
 
 def selection(sizes: Sizes) -> Call:
-    """Blocks of keys that each query or group of queries picked, and what is always kept."""
+    """Blocks of keys that each query picked, and what is always kept."""
     picks, chosen, kept = picked(sizes, True)
-    always, kept = SELECTIONS[sizes.seed % len(SELECTIONS)][4], kept.any(3)
+    always, kept = SELECTIONS[sizes.seed % len(SELECTIONS)][3], kept.any(3)
     kept = kept if always is None else kept | kept_by(f"causal & ({always})", sizes.q_len, sizes.kv_len)
 
     def run(q, k, v, picks):
@@ -634,17 +633,6 @@ def block_sparse_call(sizes: Sizes) -> Call:
     return Call(tuple(inputs), run, lambda *t: dense_attention(*t, pairs)[:1], (starts, kept))
 
 
-def pytorch_call(sizes: Sizes) -> Call:
-    """The drop-in for PyTorch's ``scaled_dot_product_attention``."""
-
-    def run(q, k, v):
-        return (sdpa.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),)
-
-    # PyTorch aligns the first query with the first key.
-    kept = torch.ones(sizes.q_len, sizes.kv_len, dtype=torch.bool, device=DEVICE).tril()
-    return Call(tuple(normal(sizes)), run, lambda *t: dense_attention(*t, kept)[:1])
-
-
 def model(sizes: Sizes) -> Call:
     """A tiny model of Transformers under a mask, from embeddings to logits."""
     import transformers
@@ -702,7 +690,6 @@ ENTRIES: dict[str, Callable[[Sizes], Call]] = {
         layer,
         flash_attn_call,
         block_sparse_call,
-        pytorch_call,
         model,
     )
 }

@@ -43,7 +43,7 @@ SOURCES = {
     "grad_kv": ("kernels/portable/backward", *COMMON),
     "grad_qkv": ("kernels/portable/backward", *COMMON),
     "decode": ("kernels/portable/decode", "kernels/portable/softmax", "kernels/common/tiles"),
-    "packed": ("packed/kernels/repack", "packed/kernels/rows", "packed/kernels/spans", "kernels/tables/splits"),
+    "packed": ("packed/kernels/spans", "kernels/tables/splits"),
 }
 
 
@@ -74,7 +74,7 @@ REPRESENTATIVES = [Case(kernel, dim=128, block=0) for kernel in configs.KERNELS]
 REPRESENTATIVES += [
     Case("grad_qkv", dim=128, block=0),
     Case("decode", dim=128, page=128),
-    Case("packed", variant="fill_rows_kernel"),
+    Case("packed", variant="fill_spans_kernel"),
 ]
 
 
@@ -95,7 +95,7 @@ def config_of(case: Case, chip: str) -> configs.Config:
     if case.kernel == "decode":
         return configs.decode_config(dtype, case.dim, case.block or None, 32, None, of)
     if case.kernel == "packed":
-        return configs.Config(0, 0, 1, 0)
+        return configs.Config(0, 0, 4, 0)
     name = "grad_kv" if case.kernel == "grad_qkv" else case.kernel  # both passes take its tiles
     config = configs.builtin_config(of, name, dtype, case.dim, case.block or None)
     given, switches, _ = kernel_variant(_variant(case))

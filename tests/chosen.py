@@ -35,13 +35,9 @@ rules = st.one_of(
 blocks = st.sampled_from([64, 128])
 
 
-def of_name(name: str, *, rule=rules, block=None, reduce=None, share_group=None):
-    """Draws of one class of choosers. block, reduce, share_group: draws; drawn from all values, None among them, by default."""
-    options = {
-        "block": st.none() | blocks if block is None else block,
-        "reduce": st.sampled_from([None, "max", "mean"]) if reduce is None else reduce,
-        "share_group": st.sampled_from([None, False, True]) if share_group is None else share_group,
-    }
+def of_name(name: str, *, rule=rules, block=None):
+    """Draws of one class of choosers. block: draws; drawn from all values, None among them, by default."""
+    options = {"block": st.none() | blocks if block is None else block}
     cls = pattern_class(name)
     inherited = {limit.field for limit in limits_of(Chooser)[1]}
     by_type = {limit.field: strategies.number(limit, False) for limit in limits_of(cls)[1] if limit.field not in inherited}
@@ -86,23 +82,18 @@ def groups_of(tokens: int, size: int) -> list[slice]:
 
 
 def scores_of(chooser, q, k, *, causal=True, scale=None, starts=None) -> np.ndarray:
-    """The scores of a built-in chooser by its docstring, (batch, heads, q_blocks, kv_blocks) float64; of kv_heads where a group
-    shares the choice. starts: the first existing key of each sequence."""
+    """The scores of a built-in chooser by its docstring, (batch, heads, q_blocks, kv_blocks) float64. starts: the first existing
+    key of each sequence."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     if type(chooser).compared_features is Chooser.compared_features:  # its scores are the definition
         found = chooser.scores(q, k, BlockGrid(q.shape[2], k.shape[2], chooser.block_size)).double().cpu().numpy()
-        return _of_groups(chooser, found, group)
+        return found
     q, k = (x.double().cpu().numpy() for x in (q, k))
     starts = np.zeros(len(q), int) if starts is None else starts
     places = [(b, h) for b in range(len(q)) for h in range(q.shape[1])]
     each = [_of_head(chooser, q[b, h], k[b, h // group], causal, scale, int(starts[b])) for b, h in places]
-    return _of_groups(chooser, np.array(each).reshape(*q.shape[:2], *each[0].shape), group)
-
-
-def _of_groups(chooser, scores, group):
-    """Scores, of kv_heads where a group shares the choice."""
-    return scores.reshape(len(scores), -1, group, *scores.shape[2:]).max(2) if chooser.share_group and group > 1 else scores
+    return np.array(each).reshape(*q.shape[:2], *each[0].shape)
 
 
 def _of_head(chooser, q, k, causal, scale, start):
@@ -134,7 +125,7 @@ def _of_head(chooser, q, k, causal, scale, start):
     of_block = [[column.start // size == c for column in columns] for c in range(len(kv_blocks))]
     shares = weights @ np.array(of_block, float).T
     mine = np.array([row.start // size for row in rows])
-    reduced = (lambda x: x.max(0)) if chooser.reduction == "max" else (lambda x: x.mean(0))
+    reduced = (lambda x: x.max(0)) if isinstance(chooser, choosers.Sampled) else (lambda x: x.mean(0))
     return np.array([reduced(shares[mine == block]) for block in range(len(q_blocks))])
 
 
@@ -178,7 +169,6 @@ def kept_by(rule: str, number: int | float, scores: np.ndarray, allowed: np.ndar
             continue
         for head in range(heads):
             mine = {place: score for place, score in possible.items() if place[0] == head}
-            most = max([0, *mine.values()])
             if rule == "keep":
                 count = count_of(number, len(here)) - len(must)
                 _keep_best(kept[:, row], {p: s for p, s in mine.items() if p[1] not in must}, count)
@@ -190,9 +180,8 @@ def kept_by(rule: str, number: int | float, scores: np.ndarray, allowed: np.ndar
                         kept[place[0], row, place[1]] = True
                     before += weights[place]
             else:
-                least = np.float32(number) * (np.float32(most) if rule == "relative" else 1)
                 for (h, b), score in mine.items():
-                    kept[h, row, b] |= bool(score >= least)
+                    kept[h, row, b] |= bool(score >= np.float32(number))
     return kept
 
 

@@ -45,7 +45,7 @@ def work(backend: str, pipe, of: str = "masks", options: dict | None = None) -> 
             from gluon_on_cpu import gluon_on_cpu as runs
     from oracle import poisoned_memory
 
-    from sparse_flash import backends
+    from sparse_flash.core import backends
 
     calls = import_module(DRAWN[of])
     with runs():

@@ -20,9 +20,10 @@ from oracle import Sizes
 from strategies import BARE, attempt, of_any_length
 
 import sparse_flash as sf
-from sparse_flash import backends
+from sparse_flash.core import backends
+from sparse_flash.core.description import Call
+from sparse_flash.core.variant import build_variant
 from sparse_flash.masks.grid import BLOCK_SIZES, BlockGrid
-from sparse_flash.variant.variant import build_variant
 
 CALLS_PER_MASK = 8
 LONGEST = 700  # tokens
@@ -186,7 +187,7 @@ def _mask(group: int, backend: str, given: tuple[int | None] | None = None) -> D
             return given[0]
         # With float16 and head_dim 64, which all back ends accept, so calls can be drawn for the mask.
         size = rng.choice(BLOCK_SIZES)
-        asked = backends.Call(torch.device(oracle.DEVICE), torch.float16, 1, 1, 1, q_len, kv_len, 64, size)
+        asked = Call(torch.device(oracle.DEVICE), torch.float16, 1, 1, 1, q_len, kv_len, 64, size)
         return size if backends.get_backend(backend).supports(asked) is None else None
 
     grid = BlockGrid(q_len, kv_len, _first(fitting, backend))

@@ -10,7 +10,7 @@ import oracle
 import torch
 
 import sparse_flash as sf
-from sparse_flash.variant.eight_bits import attention_in_eight_bits
+from sparse_flash.core.eight_bits import attention_in_eight_bits
 
 HEAD_DIMS = (64, 64, 128, 128, 40, 72, 96)
 STATISTICS = ("mean", "outliers", "rising")  # a mean of k and v; channels of q and k that are larger; scores that rise with the key

@@ -10,7 +10,7 @@ from calls import name_of
 from picked import check_selected, drawn_picks, sorted_picks, tensors
 
 import sparse_flash as sf
-from sparse_flash import backends
+from sparse_flash.core.description import Call
 from sparse_flash.selection.operators import BACKENDS
 
 ALWAYS = (None, None, None, "sinks(3)", "local(20)", "sinks(4) | local(33)", "strided(7)", "full")
@@ -19,8 +19,8 @@ TRIES = 200
 
 @dataclass(frozen=True)
 class DrawnSelection:
-    """sizes: arguments of ``picked.check_selected``. dropped: the share of choices that pick nothing. all_pick: a block that every
-    choice picks, or None."""
+    """sizes: arguments of ``picked.check_selected``. dropped: the share of queries that pick nothing. all_pick: a block that every
+    query picks, or None."""
 
     seed: int
     backend: str
@@ -33,8 +33,8 @@ class DrawnSelection:
 
     def picks(self) -> torch.Tensor:
         of = self.sizes
-        shape = of["batch"], of["pickers"], -(-of["q_len"] // of["every"]), of["n"]
-        picks = drawn_picks(shape, of["every"], of["block"], of["q_len"], of["kv_len"], self.seed)
+        shape = of["batch"], of["pickers"], of["q_len"], of["n"]
+        picks = drawn_picks(shape, of["block"], of["kv_len"], self.seed)
         nothing = torch.rand(shape[:3], generator=torch.Generator().manual_seed(self.seed)) < self.dropped
         picks = picks.masked_fill(nothing[..., None].to(picks.device), -1)
         if self.all_pick is not None:
@@ -49,10 +49,10 @@ def draw(seed: int, backend: str) -> DrawnSelection:
         sizes = _sizes(rng)
         call = DrawnSelection(seed, backend, sizes, rng.choice((0.0, 0.0, 0.3, 1.0)), 0 if rng.random() < 0.2 else None)
         picks = call.picks()
-        selection = sf.BlockSelection(picks, sizes["q_len"], sizes["kv_len"], sizes["block"], sizes["every"])
+        selection = sf.BlockSelection(picks, sizes["q_len"], sizes["kv_len"], sizes["block"])
         shape = (sizes[name] for name in ("heads", "kv_heads", "q_len", "kv_len", "dim", "dtype", "v_dim"))
         q, k, v, _ = tensors(1, *shape)
-        if BACKENDS[backend].supports(backends.Call.from_tensors(q, k, v, sizes["block"]), selection) is None:
+        if BACKENDS[backend].supports(Call.from_tensors(q, k, v, sizes["block"]), selection) is None:
             return call
     raise RuntimeError(f"{backend} runs none of {TRIES} selections that were drawn")
 
@@ -69,7 +69,6 @@ def _sizes(rng: random.Random) -> dict:
         "pickers": kv_heads if rng.random() < 0.7 else kv_heads * group,
         "q_len": q_len,
         "kv_len": rng.randint(1, 3 * block) if block > 128 else q_len if rng.random() < 0.3 else rng.randint(1, 200),
-        "every": rng.choice((1, 1, 1, 2, 3, 16, 40, 128)),
         "block": block,
         "n": rng.randint(1, 6),
         "always": rng.choice(ALWAYS),

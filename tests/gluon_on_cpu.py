@@ -36,8 +36,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
 import sparse_flash as sf
-from sparse_flash.backends import Call, hopper
-from sparse_flash.backends import triton as portable_backend
+from sparse_flash.core import hopper
+from sparse_flash.core import triton as portable_backend
+from sparse_flash.core.description import Call
 from sparse_flash.kernels.common.compat import Constants
 from sparse_flash.kernels.common.tiles import Rows
 from sparse_flash.kernels.hopper import backward, forward

@@ -25,7 +25,7 @@ OTHERS = [
     "dilated(3, 2, block=16)",
     "fixed(8, summary=3, block=16)",
     "frame_window(video_layout(7, 15, 30, tile=(1, 8, 8), prefix=9), 3, anchors=2, keep_beside=False)",
-    "neighborhood((9, 16, 28), (3, 5, 7), causal=(True, False, False))",
+    "neighborhood((9, 16, 28), (3, 5, 7), stride=(1, 2, 3), dilation=(2, 1, 4), causal=(True, False, False))",
     "neighborhood((9, 16, 28), (4, 6, 8))",
     "per_head([causal, ~local(9)])",
     "power_of_two(factors=4, block=32)",
@@ -34,8 +34,8 @@ OTHERS = [
     "shifted(documents((0, 70, 900, 2600)), 100) | global_tokens(100) | last_tokens(50)",
     "strided(6, block=16)",
     "tile_window(video_layout(7, 15, 30, tile=(2, 4, 8), prefix=5), (1, 3, 3), keep_beside=False)",
-    "causal & (pooled(mass=0.7, share_group=True, block=64) | sinks(9))",
-    "sampled(5, floor=0.05, reduce='mean', block=64)",
+    "causal & (pooled(mass=0.7, block=64) | sinks(9))",
+    "sampled(5, floor=0.05, block=64)",
     "pooled(budget=0.3, block=64)",
 ]
 

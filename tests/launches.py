@@ -26,9 +26,10 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
 from sparse_flash import kernels
-from sparse_flash.backends import QueryRows
 from sparse_flash.choosers import kernels as choosers_kernels
 from sparse_flash.choosers.features import Content
+from sparse_flash.core.results import QueryRows
+from sparse_flash.core.variant import Variant
 from sparse_flash.kernels.common.gluon import GluonASTSource
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import descriptors
@@ -38,7 +39,7 @@ from sparse_flash.kernels.portable import backward, configs, decode, forward, me
 from sparse_flash.kernels.tables import splits
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.packed import kernels as packed_kernels
-from sparse_flash.packed.kernels import document_blocks, repack, spans
+from sparse_flash.packed.kernels import spans
 from sparse_flash.selection import kernels as selection_kernels
 from sparse_flash.selection import triton as selection_triton
 from sparse_flash.selection.choice import BlockChoice
@@ -46,7 +47,6 @@ from sparse_flash.selection.kernels import decode as selection_decode
 from sparse_flash.selection.kernels import hopper_backward as gathering
 from sparse_flash.selection.kernels import hopper_forward as selection_hopper_forward
 from sparse_flash.selection.kernels import pick_blocks
-from sparse_flash.variant.variant import Variant
 
 SM90 = GPUTarget("cuda", 90, 32)
 FOLDERS = kernels, choosers_kernels, packed_kernels, selection_kernels
@@ -154,13 +154,12 @@ def in_torch(score, batch, head, q_pos, k_pos, params):
 OWN = {"score_mod": sf.ScoreFunction(in_torch, by_pair, derivative_of_by_pair), "score_params": (torch.zeros(4),)}
 
 
-def variant_of(names: str, batch: int = 1, heads: int = 2, tokens: int = 1024) -> Variant | None:
+def variant_of(names: str, batch: int = 1, heads: int = 2) -> Variant | None:
     """names: of what a call adds, separated by spaces; none: None."""
-    lengths, positions = torch.zeros(batch, dtype=torch.int32), torch.zeros(-(-tokens // 16), dtype=torch.int32)
+    lengths = torch.zeros(batch, dtype=torch.int32)
     of_heads = torch.zeros(batch, heads)
     every = {
         "dropout": {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5},
-        "positions": {"q_positions": positions, "kv_positions": positions, "batch_heads": of_heads.int()},
         "lengths": dict.fromkeys(("q_starts", "q_lens", "kv_starts", "kv_lens"), lengths),
         "alibi": {"alibi_slopes": of_heads},
         "softcap": {"softcap": 2.0},
@@ -236,11 +235,11 @@ def decoding(shape: Shape, mask=None, page: int = 0, scales: str = "", **options
     decode.attention_decode(q, k, v, mask, 1.0, **options)
 
 
-def selected_attention(shape: Shape, picks: int, block: int, every: int = 1, always=None, hopper=(False, True), masses=False):
+def selected_attention(shape: Shape, picks: int, block: int, always=None, hopper=(False, True), masses=False):
     """Over blocks that queries picked. hopper: whether by the kernels for these chips. masses: of the blocks too."""
     q, k, v, out, lse = shape.tensors()
-    picked = torch.zeros(shape.batch, shape.kv_heads, -(-shape.q_len // every), picks, dtype=torch.int32)
-    selection = sf.BlockSelection(picked, shape.q_len, shape.kv_len, block, every, always=always)
+    picked = torch.zeros(shape.batch, shape.kv_heads, shape.q_len, picks, dtype=torch.int32)
+    selection = sf.BlockSelection(picked, shape.q_len, shape.kv_len, block, always=always)
     for of_hopper in hopper:
         own = {"parts_kernel": selection_hopper_forward.picked_parts} if of_hopper else {}
         selection_triton.forward(q, k, v, selection, 1.0, **own)
@@ -261,23 +260,22 @@ def selected_decoding(shape: Shape, picks: int, block: int, page: int = 0, e4m3:
     if e4m3:
         k, v = (t.to(torch.float8_e4m3fn) for t in (k, v))
         options |= dict.fromkeys(("k_scale", "v_scale"), torch.zeros(*k.shape[:2], 1).expand(k.shape[:3]))
-    selection_decode.selection_decode(q, k, v, picked, block, 1, 1.0, splits=splits, **options)
+    selection_decode.selection_decode(q, k, v, picked, block, 1.0, splits=splits, **options)
 
 
 def choice(shape: Shape, kind: str, block: int, picks: int, bounds=None, compressed: int = 16):
     """Of blocks by their scores. kind: "mean", "max", "softmax" or "given". compressed: how many keys, of "softmax"."""
     q, k, *_ = shape.tensors()
-    queries, keys, compression = q, k, None
+    queries, keys, lse = q, k, None
     if kind == "mean":
         keys = torch.zeros(shape.batch, shape.kv_heads, shape.kv_len // block, shape.dim)
     elif kind == "softmax":
         keys = torch.zeros(shape.batch, shape.kv_heads, compressed, shape.dim, dtype=shape.dtype)
-        compression = pick_blocks.Compressed(2 * block if block < 32 else 32, 16, None)
+        lse = torch.zeros(q.shape[:3])
     elif kind == "given":
         queries, keys = torch.zeros(shape.batch, shape.heads, shape.q_len, -(-shape.kv_len // block)), None
     pickers = shape.heads if kind == "given" else shape.kv_heads
-    asked = BlockChoice(pickers, picks, 1, block, shape.q_len, shape.kv_len, bounds)
-    pick_blocks.pick_blocks(queries, keys, kind, asked, compression=compression)
+    pick_blocks.pick_blocks(queries, keys, BlockChoice(kind, pickers, picks, block, shape.kv_len, 32, 16), bounds, lse)
 
 
 def features_of(shape: Shape, chooser, causal: bool):
@@ -287,19 +285,15 @@ def features_of(shape: Shape, chooser, causal: bool):
     return chooser.compared_features(Content(q, k, grid, causal, 1.0)), grid
 
 
-def packed(documents: int, tokens: int, rows: int, same: bool = True):
+def packed(documents: int, tokens: int, rows: int):
     """The tables of packed documents."""
     ends = torch.zeros(documents + 1, dtype=torch.int32)
-    layout = repack.lay_out(ends, ends, tokens, tokens + 15, tokens, rows, 128, same)
-    mask, numbers = sf.compile_mask("causal", 128 * rows), torch.zeros(128 * rows, dtype=torch.int32)
-    tiles = [torch.zeros(count, 128, dtype=torch.int32) for count in (tokens, documents)]
-    for queries, table in ((True, mask.by_query), (False, mask.by_key)):
-        records = repack.find_rows(layout, table, rows, tokens, 128, (numbers, numbers), queries, same)
-        repack.fill_rows(layout, records, table, tiles, tiles, 64, tokens, 128, queries)
+    queries, keys = spans.lay_out(ends, tokens, tokens), spans.lay_out(ends, tokens + 15, rows)
+    mask = sf.compile_mask("causal", 128 * rows)
     splits.split_rows(mask.by_query[:3], mask.by_key[:3], 64, 64, 64, 16 * tokens)
     runs = torch.zeros(2, tokens, dtype=torch.int32)
-    spans.fill_spans(layout, runs, rows, tokens, tokens, 64, 64, 128)
-    document_blocks.fill_document_blocks(layout, runs, rows, tokens, 64, 64, 128)
+    spans.fill_spans(queries, keys, runs, rows, tokens, tokens, 64, 64, 128)
+    spans.fill_spans(queries, queries, runs, rows, rows, 0, 64, 64, 128, tokens)
 
 
 def merges(dtype: torch.dtype, dim: int, moved: bool, heads: int = 4, tokens: int = 256):

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sparse_flash as sf
-from sparse_flash import backends
-from sparse_flash.dispatch.call import AttentionCall
+from sparse_flash.core import backends, description
+from sparse_flash.core.call import AttentionCall
 from sparse_flash.kernels.common.layout import empty_out
 from sparse_flash.masks import document_blocks, table
 from sparse_flash.masks import tall as tall_rows
@@ -312,10 +312,10 @@ def record(q, k, v, table, scale: float, variant=None, deterministic: bool = Fal
     return AttentionCall(q, k, v, table, table, scale, deterministic, "auto", variant)
 
 
-def make_call(q, k, mask=None, *, v=None, **options) -> backends.Call:
+def make_call(q, k, mask=None, *, v=None, **options) -> description.Call:
     """What ``attention`` would ask a back end about this call. v: like k by default."""
     block_size = None if mask is None or mask.keeps_all else mask.block_size
-    return backends.Call.from_tensors(q, k, k if v is None else v, block_size, **options)
+    return description.Call.from_tensors(q, k, k if v is None else v, block_size, **options)
 
 
 def kept_by(spec: sf.Pattern | str | None, q_len: int, kv_len: int) -> torch.Tensor:

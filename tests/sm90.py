@@ -28,7 +28,6 @@ import sparse_flash as sf
 from sparse_flash.choosers.built_in import Antidiagonal, Sampled
 from sparse_flash.choosers.kernels import hopper_log_sums, log_sums
 from sparse_flash.kernels.launch.replay import parameter_sizes, parameter_types
-from sparse_flash.packed.kernels import rows
 from sparse_flash.selection import hopper as selection_hopper
 from sparse_flash.selection.kernels import pick_blocks
 
@@ -74,7 +73,6 @@ def portable() -> Cases:
     yield case("of_sinks", 64, "causal", adds="sinks", passes=("forward",))
     yield case("of_terms", 64, adds=f"{EVERY_TERM} bias")
     yield case("of_terms", 64, "causal", adds=f"{EVERY_TERM} frozen_bias", passes=("one",))
-    yield case("of_positions", 128, "causal", adds="dropout positions")
 
 
 def hopper(
@@ -157,15 +155,15 @@ def decoding() -> Cases:
 
 
 def selections() -> Cases:
-    # heads, key heads, head_dim, block, every, always
-    cases = [(16, 4, dim, block, 1, None) for dim, block in ((64, 64), (128, 64), (128, 128))]
-    cases += [(16, 4, 128, 128, 16, None), (16, 4, 128, 256, 1, None), (16, 4, 128, 64, 1, "sinks(4) | local(128)")]
+    # heads, key heads, head_dim, block, always
+    cases = [(16, 4, dim, block, None) for dim, block in ((64, 64), (128, 64), (128, 128))]
+    cases += [(16, 4, 128, 256, None), (16, 4, 128, 64, "sinks(4) | local(128)")]
     for case in cases:
-        heads, kv_heads, dim, block, every, always = case
+        heads, kv_heads, dim, block, always = case
         shape = Shape(1, heads, kv_heads, TOKENS, TOKENS, dim)
         of_hopper = (False, True) if block in selection_hopper.BLOCK_SIZES else (False,)
         always = mask_of(always, min(block, 256))
-        call = partial(launches.selected_attention, shape, 16, block, every, always, of_hopper, always is None)
+        call = partial(launches.selected_attention, shape, 16, block, always, of_hopper, always is None)
         yield "", dim, case, call
         for page in (0, 64):
             yield "", dim, case, partial(launches.selected_decoding, shape._replace(q_len=1), 16, block, page)
@@ -193,7 +191,7 @@ def choosers() -> Cases:
         def call(chooser=chooser, dim=dim):
             features, grid = launches.features_of(Shape(1, 32, 8, TOKENS, TOKENS, dim), chooser, True)
             for by in (log_sums, hopper_log_sums):
-                log_sums.scores_of_blocks(features, grid.kv_blocks, 0, grid.q_blocks, False, False, by)
+                log_sums.scores_of_blocks(features, grid.kv_blocks, 0, grid.q_blocks, by)
 
         yield "", dim, (chooser, dim), call
 
@@ -205,26 +203,10 @@ def merges() -> Cases:
 
 
 def packed() -> Cases:
-    yield from moves()
-    for same in (True, False):
-        yield "", 0, (), partial(launches.packed, 512, 1000, 8, same)
+    yield "", 0, (), partial(launches.packed, 512, 1000, 8)
 
 
-def moves() -> Cases:
-    """Of tokens; of 80 bytes a row; of lse; of 10 bytes a row. Results are head by head, so heads are not merged."""
-    for dtype, shape in (
-        (torch.bfloat16, (64, 4, 128)),
-        (torch.bfloat16, (64, 4, 40)),
-        (torch.float32, (64, 4, 1)),
-        (torch.bfloat16, (64, 4, 5)),
-    ):
-        source, index = torch.empty(shape, dtype=dtype), torch.empty(shape[0], dtype=torch.int32)
-        target = torch.empty_like(source.transpose(0, 1).contiguous()).transpose(0, 1)
-        fill = float("-inf") if shape[-1] == 1 else 0.0
-        yield "", 0, (shape[-1] * dtype.itemsize,), partial(rows.take_rows_into, source, index, fill, target)
-
-
-GROUPS = {group.__name__: group for group in (attention, decoding, selections, choices, choosers, merges, packed, moves)}
+GROUPS = {group.__name__: group for group in (attention, decoding, selections, choices, choosers, merges, packed)}
 
 
 # Outcomes.
@@ -269,8 +251,6 @@ INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "tma": r"cp\.async\.bulk\.tensor",
     "async": r"cp\.async\.cg\.shared\.global",
-    "wide": r"ld\.global\.v4",
-    "wide_stores": r"st\.global\.v4",
 }
 
 
@@ -318,7 +298,7 @@ def _outcome(number: int) -> dict:
 
 
 def main() -> None:
-    find(sys.argv[1:] or [name for name in GROUPS if name != "moves"])  # which are of those of packed documents
+    find(sys.argv[1:] or list(GROUPS))
     knobs.compilation.always_compile = True  # a result from Triton's cache has no log
     with multiprocessing.get_context("fork").Pool() as pool:
         for row in pool.imap(_outcome, range(len(_found))):

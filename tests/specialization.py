@@ -29,7 +29,6 @@ import sparse_flash as sf
 from sparse_flash.choosers.built_in import Antidiagonal, Pooled, Sampled
 from sparse_flash.choosers.kernels import hopper_log_sums, log_sums, rules
 from sparse_flash.masks.select_blocks import select_by_kernel
-from sparse_flash.packed.kernels import rows as moved_rows
 from sparse_flash.selection.kernels import division
 
 LENGTHS = (1, 16, 33)
@@ -108,11 +107,7 @@ def hopper() -> None:
 
 def packed() -> None:
     for documents, tokens, rows in product(LENGTHS, repeat=3):
-        launches.packed(documents, tokens, rows, same=False)
-        index = torch.zeros(rows, dtype=torch.int32)
-        for heads, dim in product((1, 16, 3), LENGTHS):
-            source = torch.zeros(rows, heads, dim)
-            moved_rows.take_rows_into(source, index, 0.0, torch.zeros_like(source))
+        launches.packed(documents, tokens, rows)
 
 
 def merges() -> None:
@@ -135,12 +130,12 @@ def choosers() -> None:
             features, grid = launches.features_of(shape, chooser, causal)
             for low in {0, grid.q_blocks - 1}:
                 of = replace(features, bounds=bounds), grid.kv_blocks, low, grid.q_blocks
-                scores = log_sums.scores_of_blocks(*of, causal, shape.heads > shape.kv_heads, log_sums)
+                scores = log_sums.scores_of_blocks(*of, log_sums)
                 if not isinstance(chooser, Pooled):
-                    log_sums.scores_of_blocks(*of, causal, False, hopper_log_sums)
+                    log_sums.scores_of_blocks(*of, hopper_log_sums)
         words, counts = torch.zeros(grid.q_blocks, -(-grid.kv_blocks // 32), dtype=torch.int32), torch.zeros(grid.q_blocks).int()
         bits = torch.zeros(shape.batch, shape.heads, *words.shape, dtype=torch.int32)
-        for rule in ("keep", "mass", "floor", "relative", "budget"):
+        for rule in ("keep", "mass", "floor", "budget"):
             rules.apply_rule(scores, words, words, counts, bits, 0, rule, 0.5, rule == "keep")
         table = compile_mask("causal", shape.q_len, shape.kv_len, 64)
         whole = torch.zeros(shape.batch * shape.heads, *grid.shape, dtype=torch.bool)

@@ -54,7 +54,11 @@ def _from_blocks(rng: Random):
 def _neighborhood(rng: Random):
     shape = [rng.randint(1, 12) for _ in range(rng.randint(1, 3))]
     window = [rng.randint(1, min(extent, 6)) for extent in shape]
-    return sf.neighborhood(shape, window, [rng.random() < 0.5 for _ in shape] if rng.random() < 0.5 else None)
+    if rng.random() < 0.5:
+        return sf.neighborhood(shape, window)
+    stride = [rng.randint(1, size) for size in window]
+    dilation = [rng.randint(1, extent // size) for extent, size in zip(shape, window, strict=True)]
+    return sf.neighborhood(shape, window, stride, dilation, [rng.random() < 0.5 for _ in shape])
 
 
 def _layout(rng: Random):

@@ -107,9 +107,9 @@ def importers(library: str) -> set[str]:
 def test_kernels_know_only_each_other_and_triton_is_known_to_them_and_to_those_that_ask_whether_it_is_there():
     kernels = {name for name in FLOORS if "kernels" in name.split("/")}
     assert {room(other) for name in IMPORTS if room(name) in kernels for other in IMPORTS[name]} <= {*kernels, None}
-    assert {room(name) for name in importers("triton")} <= {*kernels, "backends", "benchmarks", "cli"}
-    of_backends = {name for name in importers("triton") if room(name) == "backends"}
-    assert of_backends <= {"sparse_flash.backends.triton", "sparse_flash.backends.hopper"}
+    assert {room(name) for name in importers("triton")} <= {*kernels, "core", "benchmarks", "cli"}
+    of_backends = {name for name in importers("triton") if room(name) == "core"}
+    assert of_backends <= {"sparse_flash.core.triton", "sparse_flash.core.hopper"}
 
 
 def test_patterns_and_the_algebra_know_no_devices():

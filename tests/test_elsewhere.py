@@ -69,7 +69,7 @@ def operators(namespace: str) -> set[str]:
 def test_each_has_all_operators_under_its_own_name(other):
     assert sf.context_parallel is not other.context_parallel  # loads the last operators
     assert operators(other.__name__) == operators("sparse_flash") > {"attention", "attention_backward", "context_attention"}
-    modules = [import_module(f"{name}.dispatch.operators") for name in ("sparse_flash", other.__name__)]
+    modules = [import_module(f"{name}.core.operators") for name in ("sparse_flash", other.__name__)]
     own = [module._forward._opoverload for module in modules]
     assert own == [torch.ops.sparse_flash.attention.default, getattr(torch.ops, other.__name__).attention.default]
 

@@ -33,7 +33,6 @@ LACKS = (
     ("no-q_len no-kv_len", "attention_under_a_table context_parallel blocks topk", "tables are of one token at least"),
     ("no-q_len no-kv_len", SELECTIONS, "picks are of one token at least"),
     ("no-kv_len", "choose decode_in_pages", "there is nothing to choose or no page"),
-    ("no-q_len no-kv_len", "pytorch_call", "causal calls of unequal lengths are refused"),
     ("no-batch", "blocks block_sparse_call model", "a batch has one entry at least"),
     (
         "vmap jvp forward traced",

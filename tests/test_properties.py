@@ -32,7 +32,7 @@ import sparse_flash as sf
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
 every_backend = parametrize("backend", BACKENDS)
-OF_AUTO = ("flash_attn_call", "pytorch_call", "model")  # which take no back end
+OF_AUTO = ("flash_attn_call", "model")  # which take no back end
 CASES = [(entry, backend) for entry in ENTRIES for backend in (("auto",) if entry in OF_AUTO else BACKENDS)]
 every_call = parametrize("entry, backend", CASES)
 # Triton's interpreter takes seconds, so on a CPU each of its kernels is seen in one entry, and in all by their definitions.
@@ -84,8 +84,6 @@ def drawn_sizes(draw, entry: str, backend: str) -> Sizes:
     if "decode" in entry:
         lens = draw(st.lists(st.integers(0, longest), min_size=1, max_size=4))
         sizes = replace(sizes, lens=lens, kv_len=max(1, *lens), page=draw(st.sampled_from([None, 1, 16, 64])))
-    if entry == "pytorch_call":
-        sizes = replace(sizes, kv_len=q_len)
     if entry == "context_parallel" and is_interpreted(backend):
         sizes = replace(sizes, block_size=16)  # of which each rank has whole ones
     return replace(sizes, dtype=torch.float32) if entry == "model" else sizes
@@ -319,7 +317,7 @@ def test_gradients_are_finite_differences(entry, backend):
 @each_kernel
 def test_what_queries_that_keep_nothing_receive_reaches_no_gradient(entry, backend):
     """Neither by lse, nor by out where PyTorch's operations compute it: kernels multiply it by weights of 0."""
-    if entry in (*NOT_DIFFERENTIATED, "context_parallel", "layer", "pytorch_call", "block_sparse_call", "selection_masses"):
+    if entry in (*NOT_DIFFERENTIATED, "context_parallel", "layer", "block_sparse_call", "selection_masses"):
         pytest.skip("it has no gradient, or no lse, or no such queries")
     of_documents = {"lens": (20, 0, 9)} if "varlen" in entry else {"block_size": 16, "terms": ("kv_lens of nothing", "bias")}
     call = made(entry, sizes_for(backend, q_len=50, kv_len=40, spec="causal", **of_documents))

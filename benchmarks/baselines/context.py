@@ -19,8 +19,7 @@ from sparse_flash.compat.pytorch import import_private
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Pattern
 from sparse_flash.parallel import exchange, transfer
-from sparse_flash.parallel.attend import BlockAttention, HeadAttention, exchange_heads_for_tokens, exchange_tokens_for_heads
-from sparse_flash.parallel.estimates import ELEMENT_BYTES, HEAD_DIM
+from sparse_flash.parallel.attend import BlockAttention, HeadAttention
 from sparse_flash.parallel.plan import ContextPlan
 
 from .flash import FlashAttention4, FlashMask
@@ -58,7 +57,7 @@ class Divided(NamedTuple):
     attend: Callable[[], torch.Tensor]
     whole: Callable[[torch.Tensor], torch.Tensor]
     received: float | None
-    exchange: Callable[[], None] | None = None
+    exchange: Callable[[], object] | None = None
 
 
 class Way:
@@ -88,20 +87,21 @@ class Planned(Way):
                                    strategy=self.strategy, overlap=self.overlap)
         # fmt: on
         q, k, v = (plan.shard(t, 2).requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
-        received = plan._costs[plan.strategy].received * q.shape[3] * q.element_size() / (HEAD_DIM * ELEMENT_BYTES)
-        exchange = partial(_exchange_alone, plan, q, k, v) if plan.strategy in ("blocks", "heads") else None
-        yield Divided((q, k, v), lambda: plan.attention(q, k, v), lambda t: plan.unshard(t, 2), received, exchange)
+        exchange = partial(_exchange_alone, plan, q, k, v)
+        yield Divided((q, k, v), lambda: plan.attention(q, k, v), lambda t: plan.unshard(t, 2), exchange(), exchange)
 
 
 @torch.no_grad()
-def _exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Makes the exchanges of a forward pass under the strategy "blocks" or "heads", and computes nothing. v: with q's head_dim."""
+def _exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """Makes the exchanges of a forward pass and computes nothing. Returns the most bytes that a rank gets. v: with q's head_dim."""
     if isinstance(plan._local, HeadAttention):
-        q, *_ = exchange_tokens_for_heads([q, k, v], plan.ranks, plan._peers)
-        exchange_heads_for_tokens(q, plan.ranks, plan._peers)  # q has the size of out
-    elif isinstance(plan._local, BlockAttention) and plan.strategy == "blocks":
-        route = plan._local.route
-        exchange._fetch(k, v, transfer.empty_blocks(k, v, route.traffic.received, route.block_size), route).wait()
+        plan._local.exchange_heads_for_tokens(plan._local.exchange_tokens_for_heads([q, k, v])[0])  # q has the size of out
+        return _Pieces.bytes_of((q, k, v, q), plan.ranks, 1 / plan.ranks)
+    assert isinstance(plan._local, BlockAttention)
+    route = plan._local.route
+    fetched = transfer.empty_blocks(k, v, route.traffic.received, route.block_size)
+    exchange._fetch(k, v, fetched, route).wait()
+    return int(route.traffic.pieces.sum(0).max()) * _Pieces.bytes_of((k, v), 2, 1.0) * route.block_size / plan.tokens
 
 
 class _Pieces(Way):
@@ -258,7 +258,6 @@ def _window(pattern: Pattern) -> int | None:
 WAYS: dict[str, Way] = {
     "blocks, two calls": Planned("blocks", True),
     "blocks, one call": Planned("blocks", False),
-    "queries": Planned("queries"),
     "heads": Planned("heads"),
     "auto": Planned(),
     "all-gather and FlexAttention": GatheredKeys(),

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import sparse_flash
-from sparse_flash import backends
+from sparse_flash.core import backends
+from sparse_flash.core.description import Call
 
 from ..workload.cases import OURS
 from ..workload.problem import Problem
@@ -27,10 +28,10 @@ class SparseFlash(Peer):
     def refuses(self, problem: Problem) -> str | None:
         return None if self.backend == "auto" else backends.get_backend(self.backend).supports(self.call(problem))
 
-    def call(self, problem: Problem) -> backends.Call:
+    def call(self, problem: Problem) -> Call:
         table = problem.mask.kernel_table(problem.q.is_cuda)
         block_size = None if table is None else table.block_size
-        call = backends.Call.from_tensors(*problem.leaves, block_size, deterministic=self.deterministic)
+        call = Call.from_tensors(*problem.leaves, block_size, deterministic=self.deterministic)
         return replace(call, features=tuple(_extra_arguments(problem)))
 
     def runs_on(self, problem: Problem) -> str | None:

@@ -17,7 +17,7 @@ from itertools import product
 from math import isqrt
 from typing import Any
 
-from sparse_flash.backends import check_name
+from sparse_flash.core.backends import check_name
 
 from ..results import Results, has_numbers
 from . import SUITES, masks

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sparse_flash as sf
-from sparse_flash.parallel import PendingPlan
 
 from .data import Batch
 from .settings import Parallel, Settings
@@ -118,40 +117,26 @@ def build_world(device: torch.device, size: int, context: int) -> World:
 
 
 class ContextPlanner:
-    """Plans how the ranks of a context share the tokens of batches. Plans of whole sequences are made once for each length, by all
-    ranks. Plans of packed documents are made for each batch, in a thread of each rank."""
+    """Plans how the ranks of a context share the tokens of batches. Plans of whole sequences are made once for each length, plans
+    of packed documents for each batch. All ranks plan together."""
 
     def __init__(self, settings: Settings, context: DeviceMesh):
         shape = settings.shape
         self.context, self.packed = context, settings.packed
         self.masks = [settings.mask_of(layer) for layer in range(shape.layers)]
         self.heads = {"heads": shape.heads, "kv_heads": shape.kv_heads}
-        self.plans: dict[int, sf.ContextPlans] = {}  # by length
-        self.planners: dict[int, sf.ContextParallel] = {}  # by tokens of a batch
-        self.pending: dict[bytes, PendingPlan] = {}  # by documents
+        self.plans: dict[int, list[sf.ContextPlan]] = {}  # by length
 
-    def submit(self, batch: Batch) -> None:
-        """Begins to plan the documents of a packed batch, unless that has begun."""
-        tokens, documents = batch.tokens.numel(), batch.boundaries.tobytes()
-        if tokens not in self.planners:
-            self.planners[tokens] = sf.ContextParallel(self.context, self.masks, tokens, **self.heads)
-        if documents not in self.pending:
-            self.pending[documents] = self.planners[tokens].submit(batch.boundaries)
-
-    def plan_of(self, batch: Batch) -> sf.ContextPlans:
+    def plans_of(self, batch: Batch) -> list[sf.ContextPlan]:
+        """Returns the plan of each layer."""
         if self.packed:
-            self.submit(batch)
-            return self.pending.pop(batch.boundaries.tobytes()).result()
+            documents = sf.documents(batch.boundaries)
+            masks = [sf.parse(mask) & documents for mask in self.masks]
+            return sf.context_parallel(masks, batch.tokens.numel(), self.context, **self.heads)
         length = batch.tokens.shape[1]
         if length not in self.plans:
             self.plans[length] = sf.context_parallel(self.masks, length, self.context, **self.heads)
         return self.plans[length]
-
-    def close(self) -> None:
-        """Ends the threads that plan documents."""
-        for planner in self.planners.values():
-            planner.close()
-        self.planners, self.pending = {}, {}
 
 
 def distribute_model(model: nn.Module, world: World, kind: Parallel) -> nn.Module:

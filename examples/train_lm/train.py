@@ -95,8 +95,6 @@ class Run:
         finally:
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)
-            if self.planner:
-                self.planner.close()
             if log:
                 log.close()
                 plot({", ".join(self.settings.masks): self.folder}, self.folder / "loss.png")
@@ -122,9 +120,6 @@ class Run:
         loss = torch.zeros((), device=world.device)
         for number in range(passes):
             batch = self._batch(number)
-            if self.planner and settings.packed and (number + 1 < passes or progress.step + 1 < progress.steps):
-                self.planner.submit(batch)  # before the next
-                self.planner.submit(self._batch(number + 1))  # of the next step, if this one has no more
             with sync_gradients(self.model, number == passes - 1):
                 # Ranks' gradients are averaged, so that a sum over a step's tokens is multiplied with the number of ranks.
                 part = self._compute_loss(batch) * (world.size / settings.step_tokens)
@@ -170,9 +165,9 @@ class Run:
     def _compute_loss(self, batch: Batch) -> torch.Tensor:
         """Returns the sum of a batch's losses; of this rank's tokens if ranks share the sequences."""
         tokens, labels, documents = batch.to_device(self.world.device, self.settings.packed)
-        plans = self.planner.plan_of(batch) if self.planner else None
+        plans = self.planner.plans_of(batch) if self.planner else None
         if plans:
-            tokens, labels = plans.shard(tokens, 1), plans.shard(labels, 1, fill=IGNORED)
+            tokens, labels = plans[0].shard(tokens, 1), plans[0].shard(labels, 1, fill=IGNORED)
         with mixed_precision(self.model, self.world):
             return self.model(tokens, labels, documents, plans)
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 import typer
 
-from sparse_flash.api.arguments import check_precision
+from sparse_flash.core.arguments import check_precision
 
 from .. import row_files
 from ..row_files import device_of, say, user_errors

@@ -119,7 +119,7 @@ class Measurer:
             kept = by_head[row.dense :].mean().item()
             if abs(kept - row.share) < _NEAR * row.share:
                 break
-            less = (kept > row.share) == (row.rule not in ("floor", "relative"))
+            less = (kept > row.share) == (row.rule != "floor")
             low, high = (low, middle) if less else (middle, high)
         return number, _rounded(by_head.clamp(0.001, 0.999), 3) if row.by_head else None
 

@@ -18,8 +18,8 @@ COMPARED = {
     "keep": ("sampled(8)", "pooled"),
     "relative": ("sampled(8)",),
 }
-# Choosers that the package had at commit 628d6506 and has no more. Their rows are kept as they were measured.
-GONE = "sub_blocks(16)", "pooled_keys", "last_queries(64)"
+# Choosers and rules that the package had at commit 628d6506 and has no more. Their rows are kept as they were measured.
+GONE = "sub_blocks(16)", "pooled_keys", "last_queries(64)", "sampled(8, share_group=True)", "relative"
 SHARES = (0.1, 0.15, 0.25)
 BESIDE = "sinks(64) | local(64)"  # the first block, and the one before a row's own, which is kept in any case
 
@@ -72,10 +72,9 @@ def rows(recorded: bool = False) -> dict[str, Row]:
     made += [Row(f"sampled({queries})", "budget", share, block=128) for queries in (8, 16) for share in SHARES]
     made += [Row("sampled(16)", "mass", share, block=128) for share in SHARES[:2]]
     made += [Row("sampled(8)", "budget", 0.15, beside=one) for one in ("", "sinks(64)", "sinks(64) | local(256)")]
-    others = "sampled(8, reduce='mean')", "sampled(8, share_group=True)", "antidiagonal(8, reduce='max')", "true_mass"
-    made += [Row(chooser, "budget", 0.15) for chooser in others]
+    made += [Row(chooser, "budget", 0.15) for chooser in ("sampled(8, share_group=True)", "true_mass")]
     made += [Row("sampled(8)", "budget", 0.15, dense=2), Row("sampled(8)", "floor", 0.15, by_head=True)]
-    return {row.name: row for row in made if recorded or row.chooser not in GONE}
+    return {row.name: row for row in made if recorded or not {row.chooser, row.rule} & {*GONE}}
 
 
 def select_rows(patterns: list[str]) -> dict[str, Row]:

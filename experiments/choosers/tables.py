@@ -39,8 +39,6 @@ _BESIDE = {
     "blocks of 128, `sampled(16)`": Row("sampled(16)", "budget", 0.15, block=128),
     "blocks of 128, `sampled(16)`, budget for 0.25": Row("sampled(16)", "budget", 0.25, block=128),
     "the first two layers dense": Row("sampled(8)", "budget", 0.15, dense=2),
-    "`share_group=True`": Row("sampled(8, share_group=True)", "budget", 0.15),
-    '`reduce="mean"`': Row("sampled(8, reduce='mean')", "budget", 0.15),
     "a fixed share for each head": Row("sampled(8)", "floor", 0.15, by_head=True),
 }
 _MISLED = (

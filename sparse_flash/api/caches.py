@@ -1,4 +1,4 @@
-"""Frees what calls leave behind."""
+"""Frees what calls cache."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from ..masks import memory
 
 
 def clear_caches() -> None:
-    """Drops everything that calls keep to make later ones faster: compiled masks and plans, choices of back ends and configs,
-    remembered launches, counters on GPUs. The memory is freed once nothing else refers to it.
+    """Clears everything that calls cache: compiled masks and plans, choices of back ends and configs, launches, counters on GPUs.
+    The memory is freed once nothing else refers to it.
 
-    Results do not change; the next calls take longer. What captured CUDA graphs read or write stays, as do masks that you hold,
-    compiled kernels in Triton's own cache, and tile sizes that were measured. Call it between steps, not while other threads make
-    calls.
+    Results do not change; the next calls take longer. What captured CUDA graphs read or write stays, and so do masks that you hold,
+    compiled kernels in Triton's cache, and measured tile sizes. Call it between steps, not while other threads make calls.
     """
     memory.clear_memories()
     launches.clear()

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
-from .. import backends
 from ..choosers.choose import chosen_in_graph, chosen_mask
+from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
-from ..dispatch import operators
-from ..dispatch.call import AttentionCall, ChosenBlocks, prepare, repeat
-from ..kernels.common.layout import layouts
-from ..masks.block_mask import BlockMask, compile_cached, convert_foreign_mask
-from ..masks.cache import to_traceable
-from ..masks.chooser import has_choosers, without_choosers
-from ..masks.fit import check_known_end
-from ..masks.memory import register_clear
-from ..masks.parsing import text_of
-from ..masks.pattern import Pattern
-from ..selection.block_selection import BlockSelection
-from ..variant.variant import LENGTHS, Variant, build_variant, describe_variant
-from .arguments import (
+from ..core import backends, operators
+from ..core.arguments import (
     autocast_applies,
+    callers_level,
     cast_for_autocast,
     check_mask,
     check_precision,
-    check_selection,
     check_tensors,
     check_types,
     looks_transposed,
@@ -35,23 +25,32 @@ from .arguments import (
     resolve_scale,
     stand_in_for_empty_batch,
 )
+from ..core.call import AttentionCall, ChosenBlocks, prepare, repeat
+from ..core.variant import LENGTHS, Variant, build_variant, describe_variant
+from ..kernels.common.layout import layouts
+from ..masks.block_mask import BlockMask, compile_cached, convert_foreign_mask
+from ..masks.cache import to_traceable
+from ..masks.chooser import find_unstated_causal, has_choosers, without_choosers
+from ..masks.fit import check_known_end
+from ..masks.memory import cached_until_cleared, register_clear
+from ..masks.parsing import text_of
+from ..masks.pattern import Pattern, short_text
+from ..selection.block_selection import BlockSelection, check_selection
 from .shared import SharedSequence
 
-# Called with the mask, q and k of each call outside of graphs, while a model's masks are recorded. A mask is what ``attention``
-# computes under, after choosers have chosen: a table, or the pattern that it is compiled from.
+# While a model's masks are recorded, called with the mask, q and k of each call outside of graphs. The mask is a table, after
+# choosers have chosen, or the pattern that the table is compiled from.
 observers: list[Callable[[Any, torch.Tensor, torch.Tensor], None]] = []
 
 
 def observe(mask: object, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Tells the observers. q, k: of a batch, or packed documents, (tokens, heads, head_dim)."""
+    """Calls the observers. q, k: of a batch, or packed documents, (tokens, heads, head_dim)."""
     for observer in observers:
         observer(mask, *(operators.documents_as_batch(t) if t.dim() == 3 else t for t in (q, k)))
 
 
-DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
-
-# From ``layouts`` that ``check_tensors`` or ``check_decoding_tensors`` has passed to an object that replaces them in keys, as its
-# hash takes no time. At _MOST entries, all are dropped.
+# By ``layouts`` that ``check_tensors`` or ``check_decoding_tensors`` accepted: an object that replaces them in keys, as it hashes
+# faster. At _MOST entries, all are dropped.
 fitting: dict[Hashable, object] = {}
 _MOST = 4096
 register_clear(fitting.clear)
@@ -68,10 +67,10 @@ def build_call(
     precision: str | None,
     variant_arguments: dict[str, Any],
 ) -> AttentionCall:
-    """Returns the record of an ``sf.attention`` call. variant_arguments: the keywords of ``build_variant``, {} for none.
+    """Returns the record of an ``sf.attention`` call. variant_arguments: the keywords of ``build_variant``, or {}.
 
-    Raises ValueError for arguments that do not fit together, TypeError for wrong types. The shapes of calls that are like earlier
-    ones are not checked again.
+    Raises ValueError for arguments that do not fit together, TypeError for wrong types. Layouts of earlier calls are not checked
+    again.
     """
     of_inputs = _layouts_if_plain(q, k, v, variant_arguments)
     fits = fitting.get(of_inputs)
@@ -138,8 +137,8 @@ def _check_table(call: AttentionCall, table: BlockMask) -> None:
 def _layouts_if_plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant_arguments: dict[str, Any]
 ) -> tuple[object, ...] | None:
-    """``layouts`` of q, k and v; None where a compiler, a mode or a transform has to see the operator, and for what is no plain
-    tensor."""
+    """``layouts`` of q, k and v; None if a compiler, a mode or a transform has to see the operator, and for other than plain
+    tensors."""
     more = [value for value in variant_arguments.values() if isinstance(value, torch.Tensor)]
     params = variant_arguments.get("score_params")
     if isinstance(params, tuple):
@@ -161,7 +160,7 @@ def remember_fitting(of_inputs: Hashable) -> object:
 def _check_selection_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, variant_arguments: dict[str, Any]
 ) -> Variant | None:
-    """The variant of a call of a selection, which has sinks at most."""
+    """Checks a call with a selection, and returns its variant, which has at most sinks."""
     nothing = int, float, tuple, list  # 0 and () change nothing
     sinks = variant_arguments.get("sinks")
     changes = {name: value for name, value in variant_arguments.items() if name != "sinks"}
@@ -176,7 +175,9 @@ def _check_selection_call(
 def _choose(
     spec: Pattern | str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, variant_arguments: dict[str, Any]
 ) -> BlockMask | ChosenBlocks:
-    """Chooses blocks from q and k."""
+    """Chooses blocks from q and k. Warns if training would thus see later tokens."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        _warn_of_later_keys(spec)
     given: dict[str, Any] = {name: variant_arguments.get(name) for name in LENGTHS}
     lengths = build_variant(q, k, **given)
     choose = chosen_in_graph if torch.compiler.is_compiling() else chosen_mask
@@ -184,16 +185,16 @@ def _choose(
 
 
 def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
-    """The pattern's table for these lengths; where the operator is visible, the pattern's spec text if it has one."""
+    """The pattern's table for these lengths; if the operator is visible, the pattern's spec text, if it has one."""
     if not operators.needs_operator():
-        return compile_cached(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
+        return compile_cached(pattern, q_len, kv_len, operators.DEFAULT_BLOCK_SIZE, device)
     # Not through as_block_mask, which torch.compile would trace into its dispatch.
     text = text_of(pattern)
-    return compile_cached(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text
+    return compile_cached(pattern, q_len, kv_len, operators.DEFAULT_BLOCK_SIZE, device) if text is None else text
 
 
 def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:
-    """Raises ValueError for a precision that does not exist, or that does not apply to these arguments."""
+    """Raises ValueError for an unknown precision, or one that does not apply to these arguments."""
     check_precision(precision)
     if isinstance(mask, BlockSelection):
         raise ValueError(
@@ -209,3 +210,18 @@ def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: tor
         )
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"with precision={precision!r}, q, k and v must be float16 or bfloat16; got {q.dtype}; cast them")
+
+
+@constant_in_graphs
+def _warn_of_later_keys(spec: Pattern | str) -> None:
+    if (within := find_unstated_causal(spec)) is not None:
+        _warn_that_later_keys_decide(within)
+
+
+@cached_until_cleared(256)
+def _warn_that_later_keys_decide(within: str) -> None:
+    warnings.warn(
+        f"no query sees a later key under {short_text(within)}, but later keys change what the choosers beside it keep, so "
+        f"training sees the future; write causal & {short_text(within)} & (...) (said once of each mask)",
+        stacklevel=callers_level(),
+    )

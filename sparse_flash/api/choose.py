@@ -1,4 +1,4 @@
-"""choose_blocks: the mask that an expression with choosers keeps of given queries and keys."""
+"""choose_blocks: the mask of an expression with choosers for given queries and keys."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import torch
 
 from ..choosers.choose import chosen_mask
 from ..choosers.report import report_of
+from ..core.arguments import cast_for_autocast, check_tensors, check_types, resolve_scale, stand_in_for_empty_batch
+from ..core.variant import build_variant
 from ..masks.cache import to_traceable
 from ..masks.chooser import has_choosers
 from ..masks.fit import check_known_end
 from ..masks.pattern import Pattern
-from ..variant.variant import build_variant
-from .arguments import cast_for_autocast, check_tensors, check_types, resolve_scale, stand_in_for_empty_batch
-from .keywords import answers_unknown_keywords, chooser_keyword_error
 
 
-@answers_unknown_keywords(chooser_keyword_error)
 def choose_blocks(
     spec: Pattern | str,
     q: torch.Tensor,
@@ -32,41 +30,41 @@ def choose_blocks(
     report: bool = False,
     v: torch.Tensor | None = None,
 ) -> Any:  # a BlockMask, or (BlockMask, ChoiceReport)
-    """The mask that an expression with choosers keeps for these queries and keys, head by head.
+    """Makes the mask that an expression with choosers keeps for these queries and keys, head by head.
 
         mask = sf.choose_blocks("causal & (sampled(8, floor=0.01) | sinks(64) | local(256))", q, k)
         out = sf.attention(q, k, v, mask)
 
-    spec: ``within & (chooser | always)``, a Pattern or its spec text. Choosers and ``always`` may be several, joined by ``|``; each
-    chooser adds the blocks that it keeps. Only pairs of ``within`` are kept; in the blocks that ``always`` has a part in, all of
-    these. A row's own blocks, those in which the positions of its queries fall, are kept in any case. Or ``per_head([...])`` of
-    such expressions with one ``within``, where a pattern alone keeps its blocks.
+    spec: ``within & (chooser | always)``, a Pattern or its spec text. There may be several choosers and ``always``, joined by
+    ``|``; each chooser adds the blocks that it keeps. Only pairs of ``within`` are kept. Blocks in which ``always`` keeps a pair,
+    and the blocks at the positions of a row's queries, are always kept. Or ``per_head([...])`` of such expressions with one
+    ``within``, in which an expression without chooser keeps its blocks.
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. With fewer queries than
     keys, the last query is aligned with the last key.
     scale: of the logits; 1 / sqrt(head_dim) by default.
-    kv_lens, q_lens, kv_starts, q_starts: which tokens exist, as for ``attention``, which is to be called with the same ones. The
-    others decide nothing; blocks of them alone are kept only where all are.
+    kv_lens, q_lens, kv_starts, q_starts: which tokens exist, as for ``attention``; pass the same to both. Nonexistent tokens do not
+    influence the choice; blocks without existing tokens are kept only if all blocks are.
     scores: for the chooser ``scored``, (batch, heads, q_blocks, kv_blocks), floating-point.
-    report: return (mask, ``ChoiceReport``), which says what the choice loses here against attention under ``within``:
+    report: return (mask, ``ChoiceReport``), which says what the choice loses here compared with attention under ``within``:
 
         mask, report = sf.choose_blocks(spec, q, k, v=v, report=True)
         print(report)  # density, recall and error: the mean over heads, and the worst head
 
     v: for the report's error, (batch, kv_heads, kv_len, v_head_dim).
 
-    Scores are softmax weights over the keys up to each query if ``within`` says causal, and over all keys otherwise. Other patterns
-    of ``within``, such as documents, do not limit these keys. Under causal, no key and no query after a block of queries changes
-    what the block keeps.
+    Scores are softmax weights, over the keys up to each query if ``within`` says causal, otherwise over all keys. Other patterns of
+    ``within``, such as documents, do not limit these keys. Under causal, no token after a block of queries changes what the block
+    keeps.
 
-    q and k should be finite, as a choice hides NaN. On CPUs, a row with queries that see a NaN key keeps only what is kept in any
-    case. On GPUs such a row may keep other blocks. So attention under the choice may be finite where attention under ``within``
-    alone has NaN.
+    q and k should be finite, as a choice hides NaN. If queries of a row see a NaN key, the row keeps only what is always kept on
+    CPUs, and perhaps other blocks on GPUs. So attention under the choice may be finite although attention under only ``within`` has
+    NaN.
 
-    Returns a BlockMask of (batch, heads) on q's device, in blocks of the choosers' ``block``. The choice is not differentiated;
-    attention under it is. No host synchronization. On a GPU, scores stream through kernels: memory does not grow with queries x
-    keys, except by a bit for each block and head. Patterns must have been compiled for these lengths before a CUDA graph is
-    captured. Within torch.compile, it recompiles for each length, while ``attention`` under the expression does not. A report
-    multiplies 251 queries with all keys. It evaluates ``within`` on the host, so it is made outside of graphs.
+    Returns a BlockMask of (batch, heads) on q's device, in blocks of the choosers' ``block``. Attention under it is differentiable,
+    the choice is not. No host synchronization. On a GPU, scores stream through kernels: memory grows with queries x keys only by a
+    bit for each block and head. Before a CUDA graph is captured, patterns must have been compiled for these lengths. Within
+    torch.compile, this call recompiles for each length, while ``attention`` under the expression does not. A report multiplies 251
+    queries with all keys, and evaluates ``within`` on the host, so only outside of graphs.
 
     Raises ValueError for expressions and arguments that do not fit together, TypeError for wrong types.
     """

@@ -1,4 +1,4 @@
-"""SparseAttention: self-attention as a layer of a model, and the cache of keys and values for decoding."""
+"""SparseAttention: self-attention as a layer of a model, also with a cache for decoding."""
 
 from __future__ import annotations
 
@@ -14,116 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .. import backends
+from ..core import backends
+from ..core.arguments import resolve_deterministic
+from ..core.results import compute_dtype
+from ..core.variant import check_counts, check_dropout
+from ..decoding.arguments import MAX_QUERIES
+from ..decoding.cache import KeyValueCache
+from ..decoding.masks import can_decode
 from ..masks.block_mask import BlockMask, convert_foreign_mask
 from ..masks.chooser import has_choosers, without_choosers
 from ..masks.parsing import parse, text_of
 from ..masks.pattern import Pattern, short_text
 from ..selection.block_selection import BlockSelection
-from ..variant.variant import check_counts, check_dropout
-from .arguments import resolve_deterministic
+from ..selection.query_choice import QueryChoice
 from .attention import attention
-from .decode import attention_decode, can_decode
-from .decoding_arguments import MAX_QUERIES
+from .decode import attention_decode
 from .shared import SharedSequence
-from .topk_selections import QueryChoice
 
-# (q, k), both (batch, heads or kv_heads, tokens, head_dim), rotated -> which blocks of keys each query attends to
+# (q, k), both (batch, heads or kv_heads, tokens, head_dim), rotated -> the blocks of keys that each query attends to
 Select: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection]
-
-
-class KeyValueCache:
-    """The keys and values of the tokens seen so far, for one layer. Allocates room for ``length`` tokens at once.
-
-    keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room. room: both, (batch, kv_heads, length, head_dim).
-    dtype: of the room. torch.float8_e4m3fn takes half the memory of bfloat16. Each token of a head then has a scale of its own, so
-    later tokens may be larger than all so far, and none is clipped or stored anew. Each access computes ``keys`` and ``values``
-    anew, in float32. scales: of keys and of values, (batch, kv_heads, length) float32; None for other dtypes.
-    v_head_dim: head_dim of the values; that of the keys by default.
-    """
-
-    def __init__(
-        self,
-        batch: int,
-        kv_heads: int,
-        length: int,
-        head_dim: int,
-        *,
-        v_head_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        widths = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
-        check_counts(batch=batch, kv_heads=kv_heads, length=length, **widths)
-        if dtype not in (None, backends.E4M3, torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise ValueError(f"dtype must be a floating-point type of 16 bits or more, or torch.float8_e4m3fn; got {dtype}")
-        self.room = tuple(torch.zeros(batch, kv_heads, length, width, dtype=dtype, device=device) for width in widths.values())
-        self.tokens, self.scales = 0, None
-        if dtype == backends.E4M3:
-            self.scales = tuple(torch.zeros(batch, kv_heads, length, device=device, dtype=torch.float32) for _ in "kv")
-
-    @property
-    def length(self) -> int:
-        return self.room[0].shape[2]
-
-    @property
-    def keys(self) -> torch.Tensor:
-        return self._read_tokens(self.tokens, 0, torch.float32)
-
-    @property
-    def values(self) -> torch.Tensor:
-        return self._read_tokens(self.tokens, 1, torch.float32)
-
-    def _read_tokens(self, tokens: int, which: int, dtype: torch.dtype) -> torch.Tensor:
-        """The room's first tokens, keys or values; e4m3 ones in this dtype."""
-        stored = self.room[which][:, :, :tokens]
-        return stored if self.scales is None else backends.dequantized(stored, self.scales[which][:, :, :tokens], dtype)
-
-    def held(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Keys and values of the room's first tokens as they are stored, and their scales as ``attention_decode`` takes them."""
-        k, v = (room[:, :, :tokens] for room in self.room)
-        scales = () if self.scales is None else (scale[:, :, :tokens] for scale in self.scales)
-        return k, v, dict(zip(("k_scale", "v_scale"), scales, strict=False))
-
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does ``store``, and returns ``keys`` and ``values``, in k's dtype if they are e4m3."""
-        self.store(k, v)
-        return self._read_tokens(self.tokens, 0, k.dtype), self._read_tokens(self.tokens, 1, k.dtype)
-
-    def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients.
-        Raises ValueError if they do not fit, TypeError for wrong types."""
-        self.tokens = self._write(k, v)
-
-    def _write(self, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Writes k and v after the tokens seen so far, and returns how many tokens there are with them. ``tokens`` stays, so that a
-        call that fails after this one leaves the cache as it was."""
-        for name, tensor in (("k", k), ("v", v)):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
-        tokens: int | str = k.shape[2] if k.dim() == 4 else "tokens"
-        wanted = [(*room.shape[:2], tokens, room.shape[3]) for room in self.room]
-        if [tuple(k.shape), tuple(v.shape)] != wanted:
-            raise ValueError(
-                f"k and v must have shapes {wanted[0]} and {wanted[1]}, as the cache was made for; got {tuple(k.shape)} and "
-                f"{tuple(v.shape)}"
-            )
-        stop = self.tokens + k.shape[2]
-        if stop > self.length:
-            raise ValueError(f"the cache has room for {self.length} tokens and holds {self.tokens}; {k.shape[2]} more do not fit")
-        for which, new in enumerate((k.detach(), v.detach())):
-            if self.scales is not None:
-                new = new.float()
-                # The largest number of a token is stored as the largest of e4m3; a token of zeros as zeros.
-                scale = torch.linalg.vector_norm(new, torch.inf, -1).div_(448.0).clamp_(min=2.0**-126)
-                self.scales[which][:, :, self.tokens : stop] = scale
-                new = new / scale[..., None]
-            self.room[which][:, :, self.tokens : stop] = new
-        return stop
-
-    def reset(self) -> None:
-        """Forgets all tokens; the room stays."""
-        self.tokens = 0
 
 
 class SparseAttention(nn.Module):
@@ -131,24 +40,24 @@ class SparseAttention(nn.Module):
 
     dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default.
     head_dim: dim // heads by default; even if positions are rotary. v_head_dim: of the values; head_dim by default.
-    mask: a Pattern or its spec text, compiled and cached for each length; a BlockMask, for one length, or with a cache square and
-    at least as long as the cache, which follows the layer to another device; None for dense attention. Causal by default. A pattern
-    that must not look ahead has to say so: "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a
-    ``ContextPlan``, for one sequence over several ranks: x then holds the rank's tokens, at the plan's positions.
+    mask: a Pattern or its spec text, compiled and cached for each length; a BlockMask for one length, which moves with the layer,
+    and which with a cache must be square and cover the cache; None for dense attention. Causal by default; other patterns must
+    include causality, as in "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a ``ContextPlan``,
+    for one sequence over several ranks: x then holds the rank's tokens, at the plan's positions.
     select: instead of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
-    ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
-    head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself (every=1):
-    then tokens see the same blocks whether they come one by one or all at once. Each choice reads all keys; the attention of up to
-    64 tokens to a selection without ``always`` then reads only the picked blocks. With a ``ContextPlan`` as mask, of strategy
-    "heads", each rank chooses in its heads.
+    ``{"keep": 16, "block_size": 64, "share_group": True}``. Or a function of (q, k), queries and keys by head, after rotation, that
+    returns a BlockSelection. With a cache, new queries choose among all keys, each for itself: then tokens see the same blocks
+    whether they come one by one or all at once. Each choice reads all keys; the attention of up to 64 tokens to a selection without
+    ``always`` then reads only the picked blocks. With a ``ContextPlan`` as mask, of strategy "heads", each rank chooses in its
+    heads.
     rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
-    bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
-    deterministic: as for ``attention``.
+    bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select, a plan or a cache.
+    backend, deterministic: as for ``attention``.
 
     Parameters: q_proj, k_proj, v_proj, out_proj, each an nn.Linear. Buffer: mask_spec, uint8, the mask's spec text, so that
-    checkpoints hold the mask. It is None with select, and for a mask without text: a function, a BlockMask, a plan. If a
-    checkpoint's mask is another one, ``load_state_dict`` warns, and the layer keeps its own. Dense attention is the mask "full".
-    Programs that write buffers themselves, such as Transformers' ``from_pretrained``, check nothing.
+    checkpoints hold the mask; "full" for dense attention; None with select, and for a mask without text: a function, a BlockMask, a
+    plan. If a checkpoint has another mask, ``load_state_dict`` warns, and the layer's mask stays. Programs that write buffers
+    directly, such as Transformers' ``from_pretrained``, check nothing.
     Sources: arXiv:1706.03762 (multi-head attention), arXiv:2305.13245 (grouped queries), arXiv:2104.09864 (rotary embedding).
     """
 
@@ -232,13 +141,14 @@ class SparseAttention(nn.Module):
 
     @property
     def _text(self) -> str | None:
-        """The spec text of what the layer attends to; None if it has none."""
+        """The spec text of the layer's mask; None if it has no text."""
         if self._plan is not None or self.select is not None or isinstance(self._mask, BlockMask):
             return None
         return "full" if self._mask is None else text_of(self._mask)
 
     def _spec(self, beside: Iterable[torch.Tensor] = ()) -> torch.Tensor | None:
-        """Makes the buffer mask_spec, where ``beside`` or the parameters are, as loaders of sharded models want one device."""
+        """Makes the buffer mask_spec on the device of ``beside`` or the parameters, as loaders of sharded models need one
+        device."""
         if (text := self._text) is None:
             return None
         device = next((t.device for t in chain(beside, self.parameters())), None)
@@ -255,13 +165,13 @@ class SparseAttention(nn.Module):
         saved = state_dict.pop(name, None)
         if saved is not None and self._text is not None and not saved.is_meta:
             _warn_of_difference(self._text, bytes(saved.to(torch.uint8).tolist()).decode(errors="replace"))
-        self.mask_spec = None  # so that it is neither missing nor unexpected
+        self.mask_spec = None  # neither missing nor unexpected
         super()._load_from_state_dict(state_dict, prefix, metadata, *options)
-        # The projections load after this, and may then be the state dict's own tensors.
+        # The projections load later, and may then be the tensors of the state dict.
         self.mask_spec = self._spec(state_dict.values() if metadata.get("assign_to_params_buffers") else ())
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Moves a BlockMask with the parameters: ``to``, ``cuda``, ``half`` and the like call this."""
+        """Moves a BlockMask with the parameters. ``to``, ``cuda`` and ``half`` call this."""
         super()._apply(fn, recurse)
         if isinstance(self._mask, BlockMask):
             self.mask = _moved(self._mask, fn)
@@ -273,12 +183,12 @@ class SparseAttention(nn.Module):
         self, x: torch.Tensor, cache: KeyValueCache | None = None, *, mask: Pattern | str | BlockMask | None = None
     ) -> torch.Tensor:
         """x: (batch, tokens, dim); returns the same shape. With a cache, x holds the tokens after the cached ones; they attend to
-        both and are appended, without gradients. If the mask has a chooser, up to 64 tokens at a time choose no blocks: they attend
-        to all that stands before its choosers.
-        mask: of this call, in place of the layer's, such as the paragraphs of x; None for the layer's. Not saved with the layer.
+        both and are appended, without gradients. If the mask has choosers, calls with up to 64 tokens and a cache attend under the
+        pattern before the choosers.
+        mask: of this call, instead of the layer's, such as the paragraphs of x; None for the layer's. Not saved with the layer.
 
-        Raises ValueError for shapes that do not fit; for a cache of a layer whose mask is a plan, which drops weights out, or whose
-        keys or values require gradients; and for a mask beside a plan or select. If it raises, the cache is as before.
+        Raises ValueError for shapes that do not fit; for a cache with a plan, with dropout, or if keys or values require gradients;
+        and for a mask with a plan or select. If it raises, the cache is as before.
 
         Within torch.compile and without gradients, up to 64 tokens at a time attend to the cache's full capacity, masked by the
         token count, so new tokens compile nothing after the first few."""
@@ -298,8 +208,7 @@ class SparseAttention(nn.Module):
                 "without a cache to train"
             )
         if self._plan is not None:
-            options: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": self.deterministic, "backend": self.backend}
-            out = self._plan.attention(q, k, v, select=self.select, **options)
+            out = self._plan.attention(q, k, v, select=self.select, deterministic=self.deterministic, backend=self.backend)
         elif self.select is not None and x.shape[1]:  # of no tokens none chooses
             out = self._attend_to_picks(cache, q, k, v)
         elif cache is None:
@@ -320,6 +229,8 @@ class SparseAttention(nn.Module):
             raise ValueError("a layer whose mask is a plan takes no cache; set layer.mask to the pattern to decode with it")
         if self._plan is not None and x.shape[1] != self._plan.tokens:
             raise ValueError(f"x must hold the {self._plan.tokens} tokens of this rank; got {x.shape[1]}; plan.shard gives them")
+        if dropout_p and self._plan is not None:
+            raise ValueError(f"a layer whose mask is a plan takes no dropout; got dropout_p={dropout_p}; make the layer without it")
         if dropout_p and cache is not None:
             raise ValueError(f"a layer in training mode with dropout_p={dropout_p} takes no cache; call layer.eval() to decode")
 
@@ -329,7 +240,7 @@ class SparseAttention(nn.Module):
         v = _split_heads(self.v_proj(x), self.v_head_dim)
         if self.rotary_base is not None:
             first = cache.tokens if cache else 0
-            exact = backends.compute_dtype(x)
+            exact = compute_dtype(x)
             later = torch.arange(first, first + x.shape[1], dtype=exact, device=x.device)
             rotation = _rotation(later if self._plan is None else self._plan.positions.to(exact), self.head_dim, self.rotary_base)
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
@@ -345,11 +256,6 @@ class SparseAttention(nn.Module):
             raise TypeError(f"select must return a BlockSelection; got {type(selection).__name__}; pass every=1 to topk_blocks")
         if cache is None:
             return self._attend(q, k, v, selection)
-        if selection.every > 1:
-            raise ValueError(
-                f"with a cache, select must choose for each query; got every={selection.every}, whose groups would begin at the "
-                "first new token; pass every=1"
-            )
         if selection.always is None and can_decode(q, k) and self.backend in ("auto", "torch"):
             keys, values, scales = cache.held(stop)
             return cast(torch.Tensor, attention_decode(q, keys, values, selection, **scales, backend=self.backend))
@@ -377,7 +283,7 @@ class SparseAttention(nn.Module):
                 f"q_len={square.q_len}, kv_len={square.kv_len}; compile it for {cache.length}, or pass the pattern itself"
             )
         if isinstance(mask, (Pattern, str)) and has_choosers(mask) and q.shape[2] <= MAX_QUERIES:
-            mask = without_choosers(mask)  # few queries are no block that could choose
+            mask = without_choosers(mask)  # choosers need a whole block of queries
         cache._write(k, v)
         if can_decode(q, k) and (square is not None or not isinstance(mask, BlockMask)):
             compiling = torch.compiler.is_compiling()
@@ -387,15 +293,15 @@ class SparseAttention(nn.Module):
         k, v = (cache._read_tokens(stop, which, k.dtype) for which in range(2))
         if square is None:
             return self._attend(q, k, v, mask)
-        # Tokens sit at their positions in the whole mask; blocks without tokens are skipped.
+        # Tokens are padded to their positions in the whole mask; blocks without tokens are skipped.
         beyond = square.q_len - stop
         lengths = {"q_starts": _repeat_count(first, q), "q_lens": _repeat_count(stop, q), "kv_lens": _repeat_count(stop, q)}
         q, k, v = F.pad(q, (0, 0, first, beyond)), F.pad(k, (0, 0, 0, beyond)), F.pad(v, (0, 0, 0, beyond))
         return self._attend(q, k, v, mask, **lengths)[:, :, first:stop]
 
     def new_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> KeyValueCache:
-        """An empty cache for this layer, with room for ``length`` tokens in each of ``batch`` sequences. dtype: of the room, the
-        layer's by default, or torch.float8_e4m3fn."""
+        """Returns an empty cache for this layer, for ``length`` tokens in each of ``batch`` sequences. dtype: the layer's by
+        default, or torch.float8_e4m3fn."""
         weight = self.k_proj.weight
         sizes = batch, self.kv_heads, length, self.head_dim
         return KeyValueCache(*sizes, v_head_dim=self.v_head_dim, dtype=dtype or weight.dtype, device=weight.device)
@@ -410,7 +316,7 @@ class SparseAttention(nn.Module):
 
 
 def _moved(mask: BlockMask, fn: Callable[[torch.Tensor], torch.Tensor]) -> BlockMask:
-    """The mask where ``fn``, which may also cast, puts tensors."""
+    """Moves the mask to the device to which ``fn``, which may also cast, moves tensors."""
     return mask.to(fn(torch.empty(0, dtype=torch.int32, device=mask.device)).device)
 
 
@@ -419,9 +325,9 @@ def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _warn_of_difference(own: str, saved: str) -> None:
-    """Names both masks if a saved one is not the layer's. Without the layer's name, so that layers of one mask warn once."""
+    """Warns if a saved mask differs from the layer's. Names no layer, so that layers of one mask warn once."""
     saved = saved.partition("\n")[0]  # earlier versions wrote a second line
-    with suppress(ValueError):  # some of its patterns may not be registered here
+    with suppress(ValueError):  # its patterns may not be registered here
         saved = text_of(saved) or saved
     if saved != own:
         warnings.warn(
@@ -444,6 +350,6 @@ def _rotation(positions: torch.Tensor, head_dim: int, base: float) -> tuple[torc
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x rotated, in x's dtype; computed in that of cos and sin, float32 or wider."""
+    """x rotated, in x's dtype; computed in the dtype of cos and sin, float32 or wider."""
     low, high = x.to(cos.dtype).chunk(2, -1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The interface that layers and models need of a plan that splits one sequence over ranks. Room ``parallel`` makes plans."""
+"""The interface of a plan that splits one sequence over ranks, for layers and models. ``parallel`` makes plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class SharedSequence(Protocol):
         *,
         select: Any = None,
         scale: float | None = None,
-        dropout_p: float = 0.0,
         sinks: torch.Tensor | None = None,
         deterministic: bool | None = None,
         backend: str = "auto",

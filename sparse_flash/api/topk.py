@@ -1,23 +1,18 @@
-"""topk_blocks: the blocks of keys that matter most, chosen while the model runs, for blocks of queries or for each query."""
+"""topk_blocks: chooses the blocks of keys that score highest, for blocks of queries or for each query."""
 
 from __future__ import annotations
 
-import operator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..backends.torch import block_means, without_autocast
-from ..choosers.choose import mask_by_scores
+from ..choosers.choose import mask_by_means
+from ..core.operators import DEFAULT_BLOCK_SIZE
 from ..masks.block_mask import BlockMask
 from ..masks.chooser import check_keep
-from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
 from ..selection.choice import COMPRESSED
-from .arguments import check_tensors, stand_in_for_empty_batch
-from .call import DEFAULT_BLOCK_SIZE
-from .topk_selections import (
+from ..selection.query_choice import (
     QueryChoice,
     check_choice,
     check_q_and_k,
@@ -42,67 +37,64 @@ def topk_blocks(
     share_group: bool = False,
     score: str = "mean",
     scores: torch.Tensor | None = None,
-    q_len: int | None = None,
     kv_len: int | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     compression: tuple[int, int] | None = None,
     lse: torch.Tensor | None = None,
-) -> Any:  # as the docstring says; a union of the three would ask for a cast at each call
-    """The blocks of keys that matter most, chosen by scores: a mask for blocks of queries, or a selection for each query.
+) -> Any:  # as the docstring says; a union of the three would need a cast at each call
+    """Chooses the blocks of keys that score highest. Returns a mask for blocks of queries, or a selection for each query.
 
     With every=None, blocks of queries choose, and the result is a BlockMask:
 
-    Queries and keys are averaged per block, in float32 (a partial last block over its own tokens). For each block of queries, the
-    ``keep`` blocks of keys whose means score highest are kept, and in them the pairs that ``within`` keeps. Some blocks are
-    always kept, even beyond ``keep``, and count first: the queries' own block (when the numbers of queries and keys differ, the two
-    blocks that the queries' positions fall in), and each block in which ``always`` keeps a pair; both only where ``within`` keeps a
-    pair. So a query that ``within`` lets see itself always does. Of equal scores the first block is kept.
+    Queries and keys are averaged per block, in float32 (a partial last block over its tokens). Each block of queries keeps the
+    ``keep`` blocks of keys whose means score highest, and in them the pairs that ``within`` keeps. It always keeps the block at the
+    queries' positions (two blocks if the numbers of queries and keys differ), and each block in which ``always`` keeps a pair, both
+    only where ``within`` keeps a pair. These count first towards ``keep``, and may exceed it. So a query that may see itself under
+    ``within`` does. Of equal scores, the first block is kept.
 
-    With an int, groups of that many queries choose, and the result is a BlockSelection, which is causal:
+    With every=1, each query chooses, and the result is a BlockSelection, which is causal:
 
     A query keeps its own block up to itself; the pairs that ``always`` keeps, to the token; and the best of the blocks that end
-    before its own begins. A group's first query chooses for it. ``keep`` counts that query's own block and the best ones, not
-    ``always``; other blocks in which the group has queries come on top. Of equal scores the first block is kept. No pick depends on
-    a token after the group's first query, nor does what a query sees depend on later tokens.
+    before its own begins. ``keep`` counts its own block and the best ones, not ``always``. Of equal scores the first block is kept.
+    No pick, and nothing that a query sees, depends on later tokens.
 
-    q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. As for ``attention``,
-    the last query is aligned with the last key.
+    q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. As for ``attention``, the
+    last query is aligned with the last key.
     keep: how many blocks; with every=None also a float in (0, 1], the share of the row's blocks that ``within`` keeps, rounded up.
-    every: None, or how many queries share a choice, 1 to 128, counted from the first query.
+    every: None or 1.
     block_size: keys of a block, and queries with every=None: a power of two in 16..256; of a selection also 512.
     within: with every=None, the pairs that may be kept: causal by default, None for all; a Pattern, its spec text or a BlockMask of
     one mask, with these lengths and this block size.
-    always: what is always kept, e.g. "sinks(4) | local(256)"; same types as ``within``.
+    always: pairs to keep in any case, e.g. "sinks(4) | local(256)"; same types as ``within``.
     share_group: choose once for the query heads that share keys, by the mean of their scores.
-    score: of a selection, "mean", products of queries with mean keys; "max", a query's largest product with a key of the block; or
+    score: of a selection: "mean", products of queries with mean keys; "max", a query's largest product with a key of the block; or
     "softmax", the weight that attention to compressed keys gives to the block's tokens, at scale 1 / sqrt(head_dim), summed over
     the query heads that share a choice. k is then (batch, kv_heads, n, head_dim), the compressed keys, and kv_len the tokens that
     they are of, q_len by default.
     compression: of compressed keys, (length, stride), the block size for both by default; stride divides length and block_size.
     Key i is made of the tokens from i * stride to i * stride + length - 1; a key exists only if all of these do. A query reads
     the ones with no token after it. One that has tokens in several blocks counts for each by its strides there.
-    lse: (batch, heads, q_len), natural, of q's attention to these compressed keys, where it is known; else it is computed.
-    scores: instead of q and k, the scores of an indexer: (batch, kv_heads | heads, ceil(q_len / every), blocks of keys),
-    floating-point; -inf and NaN are never chosen. every is then 1 by default. q_len, kv_len: of such a selection, in tokens: groups
-    x every and q_len by default.
+    lse: (batch, heads, q_len), natural, of q's attention to these compressed keys, as ``return_lse=True`` returns it.
+    scores: instead of q and k, the scores of an indexer: (batch, kv_heads | heads, q_len, blocks of keys), floating-point; -inf and
+    NaN are never chosen. every is then 1 by default. kv_len: tokens of such a selection, q_len by default.
     cu_seqlens_q, max_seqlen_q: of packed documents, as for ``attention_varlen``; keys share the documents of the queries. q and k
-    are then (tokens, heads or kv_heads, head_dim), and scores (kv_heads | heads, tokens, blocks of max_seqlen_q keys). every is 1.
+    are then (tokens, heads or kv_heads, head_dim), and scores (kv_heads | heads, tokens, blocks of max_seqlen_q keys); every is 1.
     always is a Pattern or its spec text, in blocks of up to 128 keys. Each document chooses as it would alone: its blocks begin at
     its first token.
 
     Returns a BlockMask of (batch, heads), of (1, heads) for a batch of 0, or a BlockSelection of (batch, kv_heads | heads), on q's
-    device, to pass to ``attention`` with the same q and k; of packed documents a PackedSelection, for ``attention_varlen``. The
-    choice is not differentiated. Launches only tensor operations and kernels of fixed shapes: no host synchronization, safe under
-    CUDA graphs, provided that patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``). A
-    selection's choice streams: no tensor of all queries and blocks is made. Under activation checkpointing see ``keep_picks``.
+    device, to pass to ``attention`` with the same q and k; for packed documents a PackedSelection, for ``attention_varlen``. The
+    choice is not differentiated. There is no host synchronization, and a CUDA graph may capture the call if patterns were used once
+    with these lengths before (see ``BlockMask.from_blocks``). A selection's choice streams: no tensor of all queries and blocks is
+    made. Under activation checkpointing see ``keep_picks``.
 
-    Of a mask under causal, later keys do not influence the choice of blocks: the only block with later keys is the queries' own,
-    which is always kept. But all queries of a block share one choice, which therefore depends on later queries of the block, as in
-    the sources. This does not matter for a known prompt; in training, a choice, though no value, may depend on tokens up to
-    block_size - 1 later. A selection has no such dependence.
+    For a mask under causal, later keys do not influence the choice: the only block with later keys is at the queries' positions,
+    and always kept. But the queries of a block share one choice, which depends on all of them, as in the sources. In training, a
+    choice, though no value, may thus depend on tokens up to block_size - 1 later; for a known prompt this does not matter. A
+    selection has no such dependence.
 
-    Under autocast, q and k are cast as for ``attention``; products are computed as without it.
+    Under autocast, q and k are cast as for ``attention``; products are computed without autocast.
 
     Raises ValueError for arguments that do not fit together, TypeError for wrong types.
 
@@ -118,54 +110,30 @@ def topk_blocks(
         if has_compression and score != COMPRESSED:
             raise ValueError("compression and lse are of compressed keys; pass score='softmax' as well, or leave them out")
         if scores is None and every is None:
-            given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
+            given = {"score": score != "mean", "kv_len": kv_len is not None}
             if any(given.values()):
                 raise ValueError(f"{', '.join(name for name in given if given[name])} needs a choice for each query; pass every=1")
-            return _choose_mask(*check_q_and_k(q, k), keep, block_size, within, always, share_group)
-    elif has_within or q_len is not None or kv_len is not None:
-        raise ValueError("within, q_len and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
+            return mask_by_means(*check_q_and_k(q, k), keep, block_size, within, always, share_group)
+    elif has_within or kv_len is not None:
+        raise ValueError("within and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
     elif has_compression or score == COMPRESSED:
         raise ValueError("compressed keys are of one sequence; packed documents choose by score='mean', 'max' or scores=")
-    numbers = check_choice(keep, 1 if every is None else every, block_size, score)
-    choice = QueryChoice(*numbers, always, share_group, score)
+    if every not in (None, 1):
+        raise ValueError(f"every must be 1, each query chooses, or None, blocks of queries choose; got {every!r}")
+    choice = QueryChoice(*check_choice(keep, block_size, score), always, share_group, score)
     if has_within:
         raise ValueError("a selection is causal; within is for every=None: leave it out, and pass always= for pairs to keep anyway")
-    if cu_seqlens_q is not None and choice.every != 1:
-        raise ValueError(f"packed documents choose for each query; got every={every}, whose groups would cross documents")
     if scores is not None:
         if q is not None or k is not None or share_group or score != "mean":
             raise ValueError("scores take the place of q, k, score= and share_group=; pass either")
         if cu_seqlens_q is not None:
             return select_packed_by_scores(scores, choice, cu_seqlens_q, max_seqlen_q)
-        return select_by_scores(scores, choice, q_len, kv_len)
+        return select_by_scores(scores, choice, kv_len)
     q, k = check_q_and_k(q, k)
     if cu_seqlens_q is not None:
         return select_packed_by_query(q, k, choice, cu_seqlens_q, max_seqlen_q)
-    if score == COMPRESSED and q_len is None:
+    if score == COMPRESSED:
         return select_by_compressed(q, k, choice, kv_len, compression, lse)
-    if q_len is not None or kv_len is not None:
-        raise ValueError("q_len and kv_len follow from q and k; pass them only with scores=")
+    if kv_len is not None:
+        raise ValueError("kv_len follows from k; pass it only with scores= or score='softmax'")
     return select_by_query(q, k, choice)
-
-
-def _choose_mask(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    keep: int | float,
-    block_size: int,
-    within: Pattern | str | BlockMask | None,
-    always: Pattern | str | BlockMask | None,
-    share_group: bool,
-) -> BlockMask:
-    """Returns the mask of the blocks that blocks of queries choose: see ``topk_blocks``."""
-    q, k, _ = stand_in_for_empty_batch(q, k, k)
-    check_tensors(q, k, k)
-    # Plain numbers instead of symbolic lengths: a graph holds the mask of one length.
-    grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), block_size)
-    group = q.shape[1] // k.shape[1]
-    queries = torch.unflatten(block_means(q, block_size), 1, (-1, group))
-    queries = queries.mean(2, keepdim=True) if share_group else queries
-    with without_autocast(q):
-        scores = queries.flatten(2, 3) @ block_means(k, block_size).mT
-    mask = mask_by_scores(torch.unflatten(scores, 2, queries.shape[2:4]).flatten(1, 2), grid, within, always, keep)
-    return replace(mask, mask_index=mask.mask_index.repeat_interleave(group, 1)) if share_group else mask

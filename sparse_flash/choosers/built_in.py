@@ -1,7 +1,7 @@
 """The built-in choosers: a class each, whose docstring has a ``specimen`` for tests, and which says what it compares."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from ..masks.chooser import Chooser, register_chooser
 from ..masks.fields import Positive, Range
@@ -31,7 +31,7 @@ class Pooled(Chooser):
 @dataclass(frozen=True)
 class Antidiagonal(Chooser):
     """Sums of scores along antidiagonals: of each ``stride`` x ``stride`` square of scores, the mean over its antidiagonal,
-    softmax over the squares of a row, summed over a block of keys. reduce: "mean" by default.
+    softmax over the squares of a row, summed over a block of keys; the mean over the rows of a block of queries.
 
     stride: tokens of a square's side; it divides 64. Source: arXiv:2503.16428 (XAttention).
 
@@ -52,8 +52,8 @@ class Antidiagonal(Chooser):
 @register_chooser("sampled")
 @dataclass(frozen=True)
 class Sampled(Chooser):
-    """Some queries of each block, exactly: their softmax weights, summed over each block of keys. reduce: "max" by default, a
-    block's largest weight for any of them.
+    """Some queries of each block, exactly: their softmax weights, summed over each block of keys; a block's largest weight for any
+    of them.
 
     queries: how many of each block, at most 64: evenly spaced, the block's last included.
 
@@ -61,8 +61,6 @@ class Sampled(Chooser):
     """
 
     queries: QueryCount
-
-    default_reduce: ClassVar[str] = "max"
 
     def compared_features(self, content: "Content") -> "Features":
         return content.samples(self.queries)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends import triton as triton_backend
-from ..backends.torch import without_autocast
 from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import outside_inference
 from ..compat.names import operator_name
 from ..compat.pytorch import is_recorded
-from ..dispatch.call import ChosenBlocks
-from ..dispatch.operators import build_chosen_mask
+from ..core import triton as triton_backend
+from ..core.arguments import check_tensors, stand_in_for_empty_batch
+from ..core.call import ChosenBlocks
+from ..core.definition import clear_nonexistent
+from ..core.operators import build_chosen_mask
+from ..core.torch import block_means, without_autocast
+from ..core.variant import Variant
 from ..masks.block_mask import BlockMask, MaskLike, from_block_maps, resolve_single_mask, resolve_within
 from ..masks.chooser import Chooser, HeadChoice, choices_of, chooser_block_size, is_causal
 from ..masks.grid import BlockGrid
@@ -25,19 +30,12 @@ from ..masks.memory import cached_until_cleared
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern
 from ..masks.select_blocks import can_launch_kernel
-from ..variant.definition import clear_nonexistent
-from ..variant.variant import Variant
 from . import rules_kernels, rules_torch
 from .built_in import Scored
 from .features import Content
 from .rules_torch import Limits
 
 _HELD = 1 << 26  # logits that PyTorch operations hold at a time
-
-
-def _in_whole_groups(heads: list[int], group: int) -> bool:
-    """Whether these are all of the heads that share keys with some of them."""
-    return len({head // group for head in heads}) * group == len(heads)
 
 
 def _take_heads(x: Tensor, heads: list[int]) -> Tensor:
@@ -47,7 +45,7 @@ def _take_heads(x: Tensor, heads: list[int]) -> Tensor:
 
 def _select_heads(content: Content, heads: list[int]) -> Content:
     keys = [head // content.group for head in heads]
-    if _in_whole_groups(heads, content.group):
+    if len(set(keys)) * content.group == len(keys):  # in whole groups
         keys = keys[:: content.group]
     scores = None if content.user_scores is None else _take_heads(content.user_scores, heads)
     return content._replace(q=_take_heads(content.q, heads), k=_take_heads(content.k, keys), user_scores=scores)
@@ -146,11 +144,6 @@ def _choose_by_head(choices: tuple[HeadChoice, ...], content: Content) -> Tensor
     made: dict[int, Tensor] = {}
     for choice in dict.fromkeys(choices):
         heads = [head for head, other in enumerate(choices) if other == choice]
-        if any(chooser.share_group for chooser in choice.choosers) and not _in_whole_groups(heads, content.group):
-            raise ValueError(
-                f"under share_group=True, the {content.group} query heads that share keys must have one chooser; it is of heads "
-                f"{heads} alone; write it for all heads of a group, or leave share_group out"
-            )
         made |= zip(heads, _apply_choice(choice, _select_heads(content, heads)).split(1, 1), strict=True)
     return torch.cat([made[head] for head in range(len(choices))], 1)
 
@@ -163,6 +156,29 @@ def mask_by_scores(
     kept, limits = _init_maps(scores, within, always, grid)
     _add_kept_blocks(kept, scores, limits, 0, ("keep", keep), False)
     return from_block_maps(kept, grid, resolve_within(within, grid, scores.device))
+
+
+def mask_by_means(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int | float,
+    block_size: int,
+    within: Pattern | str | BlockMask | None,
+    always: Pattern | str | BlockMask | None,
+    share_group: bool,
+) -> BlockMask:
+    """Returns the mask of the blocks that blocks of queries choose: see ``topk_blocks``."""
+    q, k, _ = stand_in_for_empty_batch(q, k, k)
+    check_tensors(q, k, k)
+    # Plain numbers instead of symbolic lengths: a graph holds the mask of one length.
+    grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), block_size)
+    group = q.shape[1] // k.shape[1]
+    queries = torch.unflatten(block_means(q, block_size), 1, (-1, group))
+    queries = queries.mean(2, keepdim=True) if share_group else queries
+    with without_autocast(q):
+        scores = queries.flatten(2, 3) @ block_means(k, block_size).mT
+    mask = mask_by_scores(torch.unflatten(scores, 2, queries.shape[2:4]).flatten(1, 2), grid, within, always, keep)
+    return replace(mask, mask_index=mask.mask_index.repeat_interleave(group, 1)) if share_group else mask
 
 
 def _apply_choice(choice: HeadChoice, content: Content) -> Tensor:
@@ -209,17 +225,16 @@ def _add_kept_blocks(
     kept: Tensor, scores: Tensor, limits: Limits, first: int, rule: tuple[str, int | float], after_others: bool
 ) -> None:
     """Adds the blocks that a rule keeps to ``kept``, and the blocks that are kept in any case. scores: of the rows from ``first``
-    on, of heads or of key heads. after_others: whether these rows have blocks of other choosers."""
+    on. after_others: whether these rows have blocks of other choosers."""
     if kept.dtype == torch.bool:
         some = slice(first, first + scores.shape[2])
-        mine = rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], *rule)
-        torch.unflatten(kept, 1, (mine.shape[1], -1))[:, :, :, some] |= mine[:, :, None]
+        kept[:, :, some] |= rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], *rule)
     else:
         rules_kernels.write_kept_blocks(scores, limits, kept, first, *rule, after_others)
 
 
 def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iterator[tuple[int, Tensor]]:
-    """(low, scores of the blocks of queries from ``low`` on), chunk by chunk; of key heads if they share the choice."""
+    """(low, scores of the blocks of queries from ``low`` on), chunk by chunk."""
     features, grid, batch_heads = chooser.compared_features(content), content.grid, content.q.shape[0] * content.q.shape[1]
     score: Callable[[int, int], Tensor]
     if features is None:
@@ -227,17 +242,13 @@ def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iter
         step, score = grid.q_blocks, lambda low, high: given
     elif with_kernels:
         step = rules_kernels.MOST_BYTES // (batch_heads * grid.kv_blocks * (4 + 4 * features.per_q_block))
-        shared = bool(chooser.share_group) and content.group > 1
-        score = partial(rules_kernels.score_blocks, features, grid, reduce=chooser.reduction, shared=shared)
+        score = partial(rules_kernels.score_blocks, features, grid)
     else:
         step = _HELD // (batch_heads * features.per_q_block * features.column_count)
-        score = partial(rules_torch.score_blocks, features, grid, reduce=chooser.reduction)
+        score = partial(rules_torch.score_blocks, features, grid)
     for low in range(0, grid.q_blocks, max(1, step)):
         with without_autocast(content.q):
-            scores = score(low, min(low + max(1, step), grid.q_blocks))
-        # Kernels have taken the largest of a group's heads.
-        is_whole = not chooser.share_group or scores.shape[1] == content.k.shape[1]
-        yield low, scores if is_whole else torch.unflatten(scores, 1, (-1, content.group)).amax(2)
+            yield low, score(low, min(low + max(1, step), grid.q_blocks))
 
 
 def _mask_missing_keys(scores: Tensor, content: Content) -> Tensor:

@@ -1,8 +1,8 @@
 """Makes the rows and columns that built-in choosers compare. Their products are the logits of a softmax.
 
 Each chooser makes rows of queries and columns of keys. A row's logits are its products with the columns that it sees; a block's
-share of the row is the softmax weight of the block's columns; a block's score for a block of queries follows from the shares of
-its rows, by the maximum or the mean.
+share of the row is the softmax weight of the block's columns; a block's score for a block of queries is the mean, or the maximum,
+of the shares of its rows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.torch import block_means
 from ..compat.pytorch import is_recorded
+from ..core.torch import block_means
 from ..masks.grid import BlockGrid
 from ..masks.memory import cached_until_cleared
 
@@ -28,6 +28,7 @@ class Features:
     turn, the row's in descending order: its logit is the sum of their products, times ``factor``. Tokens past the end are 0.
     per_q_block, per_kv_block: rows and columns of a whole block. until: (rows,) int32, how many first columns each row sees.
     bounds: (batch, 3) int32, the first column that exists, the first past them, the first row past the existing; None if all exist.
+    takes_max: whether scores are maxima of a block's rows, not means.
     """
 
     rows: Tensor
@@ -38,6 +39,7 @@ class Features:
     per_kv_block: int
     until: Tensor
     bounds: Tensor | None = None
+    takes_max: bool = False
 
     @cached_property
     def row_count(self) -> int:
@@ -93,7 +95,7 @@ class Content(NamedTuple):
             rows = q[:, :, step - 1 :: step]
         else:
             rows = q.index_select(2, sampled_rows(self.grid, count, q.device))
-        return Features(rows, self.k, 1, self.scale, count, size, self._seen_columns(1, count, 1), self._bounds(1, 1, None))
+        return Features(rows, self.k, 1, self.scale, count, size, self._seen_columns(1, count, 1), self._bounds(1, 1, None), True)
 
     def _seen_columns(self, tokens: int, sampled: int | None, width: int) -> Tensor:
         """(rows,) int32: how many columns of ``width`` keys a row of ``tokens`` sees. sampled: queries of a block, or None."""

@@ -9,17 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backends import compute_dtype, lse_to_subtract, merge_results
-from ..backends.torch import without_autocast
 from ..compat.dynamo import outside_graphs
+from ..core.results import compute_dtype, lse_to_subtract
+from ..core.torch import without_autocast
 from ..masks.block_mask import BlockMask, resolve_within
 from ..masks.chooser import choices_of
-from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
 
 # Queries per sequence and head. A prime, so that positions within blocks differ: 256 queries of 32,768 would all end a block.
 SAMPLED = 251
-_HELD = 1 << 24  # logits held at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,18 +51,10 @@ class ChoiceReport:
         return "\n".join(lines)
 
 
-def _attend(before: tuple[Tensor, Tensor], logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the keys before and these. logits: (batch, heads, queries, keys), -inf for pairs left out. values: as v."""
+def _attend(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse). logits: (batch, heads, queries, keys), -inf for pairs left out. values: (batch, 1, keys, v_head_dim)."""
     lse = logits.logsumexp(3)
-    weights = (logits - lse_to_subtract(lse)[..., None]).exp().view(*values.shape[:2], -1, logits.shape[3])
-    return merge_results(*before, (weights @ values).view(before[0].shape), lse)
-
-
-def _kept_pairs(within: Pattern, queries: np.ndarray, keys: slice, grid: BlockGrid) -> Tensor:
-    """(queries, keys) bool on the CPU."""
-    key = np.arange(keys.start, keys.stop)
-    kept = within.bind_length(grid.kv_len).token_rule(queries[:, None] + grid.offset, key[None])
-    return torch.from_numpy(np.array(np.broadcast_to(kept, (len(queries), len(key))), bool))
+    return (logits - lse_to_subtract(lse)[..., None]).exp() @ values, lse
 
 
 @outside_graphs
@@ -80,23 +70,20 @@ def report_of(spec: Pattern | str, mask: BlockMask, q: Tensor, k: Tensor, v: Ten
     count = min(SAMPLED, grid.q_len)
     sampled = (2 * np.arange(count) + 1) * grid.q_len // (2 * count)  # the middles of equal parts of the sequence
     query = torch.from_numpy(sampled).to(q.device)
-    blocks = blocks[:, :, query // grid.block_size]
-    # The queries of heads that share keys are rows of one product.
-    rows = q[:, :, query].to(exact).reshape(batch, k.shape[1], -1, q.shape[3]) * (q.shape[3] ** -0.5 if scale is None else scale)
-    values = k[..., :0] if v is None else v
-    dense = kept = rows.new_zeros(batch, heads, count, values.shape[3]), rows.new_full((batch, heads, count), -math.inf)
-    step = max(1, _HELD // (batch * heads * count * grid.block_size))
+    chosen, seen = blocks[:, :, query // grid.block_size], torch.ones(1, dtype=torch.bool, device=q.device)
+    if within is not None:
+        pairs = within.bind_length(grid.kv_len).token_rule(sampled[:, None] + grid.offset, np.arange(grid.kv_len)[None])
+        seen = torch.from_numpy(np.array(np.broadcast_to(pairs, (count, grid.kv_len)), bool)).to(q.device)
+    rows = q[:, :, query].to(exact) * (q.shape[3] ** -0.5 if scale is None else scale)
+    values, group, results = k[..., :0] if v is None else v, heads // k.shape[1], []
     with without_autocast(q):
-        for first in range(0, grid.kv_blocks, step):
-            keys = slice(first * grid.block_size, min((first + step) * grid.block_size, grid.kv_len))
-            logits = (rows @ k[:, :, keys].to(exact).mT).view(batch, heads, count, -1)
-            if within is not None:
-                logits = logits.masked_fill(~_kept_pairs(within, sampled, keys, grid).to(q.device), -math.inf)
-            here = values[:, :, keys].to(exact)
-            dense = _attend(dense, logits, here)
-            chosen = blocks[..., first : first + step].repeat_interleave(grid.block_size, 3)[..., : logits.shape[3]]
-            kept = _attend(kept, logits.masked_fill(~chosen, -math.inf), here)
-    (dense_out, dense_lse), (kept_out, kept_lse) = dense, kept
+        for head in range(heads):  # one at a time, as logits take memory
+            key = slice(head // group, head // group + 1)
+            logits = (rows[:, head : head + 1] @ k[:, key].to(exact).mT).masked_fill(~seen, -math.inf)
+            kept = chosen[:, head : head + 1].repeat_interleave(grid.block_size, 3)[..., : grid.kv_len]
+            value = values[:, key].to(exact)
+            results.append((*_attend(logits, value), *_attend(logits.masked_fill(~kept, -math.inf), value)))
+    dense_out, dense_lse, kept_out, kept_lse = (torch.cat(of_heads, 1) for of_heads in zip(*results, strict=True))
     recall = (kept_lse - dense_lse).clamp(max=0).exp().masked_fill(dense_lse == -math.inf, 1).mean(2)
     error = None
     if v is not None:

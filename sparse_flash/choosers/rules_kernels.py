@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backends import hopper
+from ..core import hopper
 from ..masks.grid import BlockGrid
 from .features import Features
 from .rules_torch import Limits
@@ -19,8 +19,8 @@ def pack_block_bits(blocks: Tensor) -> Tensor:
     return (words.long() << torch.arange(32, device=blocks.device)).sum(-1).to(torch.int32)
 
 
-def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str, shared: bool) -> Tensor:
-    """Returns what ``rules_torch.score_blocks`` returns; if ``shared``, the largest over the heads of each group."""
+def score_blocks(features: Features, grid: BlockGrid, low: int, high: int) -> Tensor:
+    """Returns what ``rules_torch.score_blocks`` returns."""
     from .kernels import log_sums
 
     by, device = log_sums, features.rows.device
@@ -28,12 +28,12 @@ def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduc
         from .kernels import hopper_log_sums
 
         by = hopper_log_sums if hopper_log_sums.supports(features.rows, features.per_kv_block) else log_sums
-    return log_sums.scores_of_blocks(features, grid.kv_blocks, low, high, reduce == "mean", shared, by)
+    return log_sums.scores_of_blocks(features, grid.kv_blocks, low, high, by)
 
 
 def write_kept_blocks(scores: Tensor, limits: Limits, bits: Tensor, first: int, rule: str, number: int | float, adds: bool) -> None:
-    """Writes the blocks that a rule keeps to bits, (batch, heads, q_blocks, words) int32, or adds them. scores: (batch, heads |
-    kv_heads, rows, kv_blocks) float32, of the rows from ``first`` on."""
+    """Writes the blocks that a rule keeps to bits, (batch, heads, q_blocks, words) int32, or adds them. scores: (batch, heads,
+    rows, kv_blocks) float32, of the rows from ``first`` on."""
     from .kernels.rules import apply_rule
 
     allowed, forced, numbers = limits.allowed, limits.forced, limits.numbers(rule, number, scores.shape[1])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import compute_dtype, lse_to_subtract
+from ..core.results import compute_dtype, lse_to_subtract
 from ..masks.grid import BlockGrid
 from .features import Features
 
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
         return self.made[key]
 
 
-def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduce: str) -> Tensor:
+def score_blocks(features: Features, grid: BlockGrid, low: int, high: int) -> Tensor:
     """Scores of the blocks of queries low .. high - 1: (batch, heads, high - low, kv_blocks), float32 or wider."""
     per_q, per_kv, span = features.per_q_block, features.per_kv_block, features.span
     rows, until = slice(low * per_q, min(high * per_q, features.row_count)), features.until
@@ -60,7 +60,7 @@ def score_blocks(features: Features, grid: BlockGrid, low: int, high: int, reduc
     weights = torch.unflatten(weights, 3, (grid.kv_blocks, per_kv)).sum(4)
     there = weights.shape[2]
     weights = torch.nn.functional.pad(weights, (0, 0, 0, (high - low) * per_q - there)).unflatten(2, (high - low, per_q))
-    if reduce == "max":
+    if features.takes_max:
         return weights.amax(3)
     of_block = torch.arange(low, high, device=weights.device)[:, None] * per_q
     return weights.sum(3) / (existing.clamp(max=features.row_count)[:, None] - of_block).clamp(1, per_q)
@@ -81,8 +81,6 @@ def apply_rule(scores: Tensor, allowed: Tensor, forced: Tensor, rule: str, numbe
     scores = torch.where(possible, scores, -math.inf)
     if rule == "floor":
         return (possible & (scores >= number)) | forced
-    if rule == "relative":
-        return (possible & (scores >= number * scores.amax(-1, keepdim=True).clamp(min=0))) | forced
     if rule == "mass":
         weights, order = scores.clamp(min=0).sort(dim=-1, descending=True, stable=True)
         before = torch.nn.functional.pad(weights.cumsum(-1)[..., :-1], (1, 0))

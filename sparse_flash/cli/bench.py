@@ -49,7 +49,6 @@ def bench(
     heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; --heads by default.")] = None,
     head_dim: Annotated[int | None, typer.Option("--head-dim", help="Elements of a head.")] = None,
-    v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; bf16 on a GPU and fp32 on a CPU by default.")] = None,
     imports: Imports = None,
@@ -68,7 +67,7 @@ def bench(
     with user_errors():
         asked = _choose_suites(suite, full or (quick and not specs))
         named = str(dtype_of(dtype)).removeprefix("torch.") if dtype else None
-        sizes = CallSizes(q_len, batch, heads, kv_heads, head_dim, v_head_dim, named)
+        sizes = CallSizes(q_len, batch, heads, kv_heads, head_dim, dtype=named)
         if report_only:
             results = Results.read(report_only)
             page.write(results)
@@ -119,11 +118,5 @@ def _to_rich_table(table, text_columns: tuple[str, ...]) -> Table:
         text = number == 0 or column in text_columns
         printed.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text)
     for row in table.rows:
-        printed.add_row(*(Text(cell, _style(cell)) for cell in row))
+        printed.add_row(*(Text(cell, "bold red" if cell == "NO" else "") for cell in row))
     return printed
-
-
-def _style(cell: str) -> str:
-    from sparse_flash.benchmarks.measure.noise import MARK
-
-    return "bold red" if cell == "NO" else "yellow" if cell.endswith(f" {MARK}") else ""

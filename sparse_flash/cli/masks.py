@@ -10,12 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .options import BlockSize, Imports, KvLen, Spec, Video, dtype_of, output_console, user_errors
-
-
-def _q_len_option(default: int) -> Any:
-    """The option ``--q-len``. default: the tokens where neither it nor the pattern names any."""
-    return typer.Option("--q-len", "-n", help=f"Queries, in tokens; as many as the pattern names, otherwise {default:,}.")
+from .options import BlockSize, Imports, KvLen, QLen, Spec, dtype_of, output_console, user_errors
 
 
 def patterns(imports: Imports = None) -> None:
@@ -23,18 +18,13 @@ def patterns(imports: Imports = None) -> None:
     from sparse_flash.masks.chooser import list_choosers
     from sparse_flash.masks.registry import find_docstring_line, list_patterns, pattern_class
 
-    rows = []
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("name", "for", "keeps", "arguments"):
+        table.add_column(heading, no_wrap=heading == "name", overflow="fold", style="bold cyan" if heading == "name" else "")
     for name in list_patterns():
         cls = pattern_class(name)
         arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())
-        owner = "" if cls.__module__.startswith("sparse_flash.") else cls.__module__
-        rows.append((name, find_docstring_line(cls, "use"), _first_sentence(cls), arguments, owner))
-    headings = ["name", "for", "keeps", "arguments", *["from"] * any(owner for *_, owner in rows)]  # all are built in, mostly
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, no_wrap=heading == "name", overflow="fold", style="bold cyan" if heading == "name" else "")
-    for row in rows:
-        table.add_row(*map(Text, row[: len(headings)]))
+        table.add_row(*map(Text, (name, find_docstring_line(cls, "use"), _first_sentence(cls), arguments)))
     output_console().print(table)
     output_console().print(
         "\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens."
@@ -54,14 +44,11 @@ def _argument(parameter: inspect.Parameter) -> str:
 
 def show(
     spec: Spec,
-    q_len: Annotated[int | None, _q_len_option(4096)] = None,
+    q_len: QLen = None,
     kv_len: KvLen = None,
     block_size: BlockSize = 128,
-    level: Annotated[
-        str, typer.Option(help="tokens, blocks, visited (what the blocks cost), or auto: tokens if all fit.")
-    ] = "auto",
+    level: Annotated[str, typer.Option(help="tokens, blocks, or auto: tokens if all fit.")] = "auto",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a .png or .svg file too.")] = None,
-    video: Video = None,
     imports: Imports = None,
 ) -> None:
     """Draws a mask: queries downwards, keys to the right."""
@@ -69,8 +56,7 @@ def show(
 
     console = output_console()
     with user_errors():
-        sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "layout": video}
-        drawing = draw.draw(spec, out, **sizes, level=level)
+        drawing = draw.draw(spec, out, q_len=q_len, kv_len=kv_len, block_size=block_size, level=level)
         console.print(drawing.text(), soft_wrap=True)
     if out:
         console.print(f"wrote {out}", markup=False, soft_wrap=True)
@@ -92,7 +78,7 @@ _GALLERY = (
 def gallery(
     specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Eight kinds of masks by default.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="A .png or .svg file.")] = Path("patterns.png"),
-    q_len: Annotated[int | None, _q_len_option(4096)] = None,
+    q_len: QLen = None,
     block_size: BlockSize = 128,
     imports: Imports = None,
 ) -> None:
@@ -100,46 +86,28 @@ def gallery(
     from sparse_flash.tools import draw
 
     with user_errors():
-        draw.check_path(out)
         draw.gallery([draw.draw(spec, q_len=q_len, block_size=block_size) for spec in specs or _GALLERY], out)
     output_console().print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
 def explain(
     spec: Spec,
-    q_len: Annotated[int | None, _q_len_option(65536)] = None,
+    q_len: QLen = None,
     kv_len: KvLen = None,
-    block_size: Annotated[
-        int | None, typer.Option("--block-size", help="Tokens on a side of a block: 128 by default, or the chooser's own.")
-    ] = None,
+    block_size: BlockSize = 128,
     heads: Annotated[int, typer.Option(help="Query heads that share the mask.")] = 8,
     head_dim: Annotated[int, typer.Option("--head-dim", help="Elements of a head.")] = 128,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; --heads by default.")] = None,
-    v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; e4m3 of a cache.")] = "bf16",
-    density: Annotated[
-        float | None, typer.Option(help="The share of the blocks, in (0, 1], that a chooser keeps; not with keep=, budget=.")
-    ] = None,
-    video: Video = None,
     imports: Imports = None,
 ) -> None:
     """Prints what a mask costs, what it saves, and what it can see."""
     import sparse_flash
-    from sparse_flash.backends import E4M3
+    from sparse_flash.core.caches import E4M3
 
     with user_errors():
-        call: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "q_len": q_len, "kv_len": kv_len}
-        call |= {"dtype": E4M3 if dtype == "e4m3" else dtype_of(dtype), "block_size": block_size, "density": density}
-        found = sparse_flash.explain(spec, heads, head_dim, **call, layout=video)
-    console = output_console()
-    console.print(Text(found.head[0], "bold"), soft_wrap=True)
-    console.print(f"{found.head[1]}\n")
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, line in found.lines.items():
-        table.add_row(name, line)
-    console.print(table)
-    for hint in found.hints:
-        console.print(Text("hint: ", "bold yellow") + Text(hint, "default"))
+        sizes: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
+        sizes |= {"dtype": E4M3 if dtype == "e4m3" else dtype_of(dtype), "block_size": block_size}
+        found = sparse_flash.explain(spec, heads, head_dim, **sizes)
+    output_console().print(str(found), markup=False, soft_wrap=True)

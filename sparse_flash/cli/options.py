@@ -46,8 +46,7 @@ def _import_files(paths: list[Path] | None) -> list[Path] | None:
 
 def _import_file(path: Path) -> None:
     if not path.is_file() or path.suffix != ".py":
-        what = "whose name does not end in .py" if path.is_file() else "which is not a file"
-        raise ValueError(f"--import must be a Python file; got {path}, {what}")
+        raise ValueError(f"--import must be a Python file, whose name ends in .py; got {path}")
     beside = str(path.parent.resolve())
     sys.path.append(beside)  # last: its files hide no installed package
     try:
@@ -59,27 +58,14 @@ def _import_file(path: Path) -> None:
         raise ValueError(f"{path} fails: {type(error).__name__}: {error}") from error
 
 
-def _parse_video(text: str) -> Any:
-    """The VideoLayout of the option ``--video``."""
-    from sparse_flash import VideoLayout
-
-    with user_errors():
-        sides = text.split("x")
-        if len(sides) != 3 or not all(side.isdecimal() for side in sides):
-            raise ValueError(f"--video must be FRAMESxHEIGHTxWIDTH in tokens, such as 21x30x52; got {text!r}")
-        return VideoLayout.of(*map(int, sides))
-
-
 Spec = Annotated[str, typer.Argument(help="A pattern, such as 'causal & (local(1024) | butterfly(block=128))'.")]
+_OF_PATTERN = "Queries, in tokens; by default as many as the pattern names, otherwise 4,096 (explain: 65,536)."
+QLen = Annotated[int | None, typer.Option("--q-len", "-n", help=_OF_PATTERN)]
 KvLen = Annotated[int | None, typer.Option("--kv-len", help="Keys, in tokens; as many as queries by default.")]
 BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens on a side of a block: 16, 32, 64, 128 or 256.")]
 Imports = Annotated[
     list[Path] | None,
     typer.Option("--import", metavar="FILE", callback=_import_files, help="A Python file that registers patterns of yours."),
-]
-Video = Annotated[
-    Any,
-    typer.Option(metavar="FRAMESxHEIGHTxWIDTH", parser=_parse_video, help="Tokens of the video that layout means, as 21x30x52."),
 ]
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

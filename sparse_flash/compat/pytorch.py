@@ -30,9 +30,6 @@ WeakIdKeyDictionary = import_private("utils.weak:WeakIdKeyDictionary")
 # () -> int: how many dispatch modes (of exporters, fake tensors, profilers of operators) are active in this thread.
 active_modes: Callable[[], int] = import_private("_C._len_torch_dispatch_stack")
 
-# Raised for a shape that depends on data, under a FakeTensorMode that has no symbols for such shapes.
-DynamicShapeError = import_private("_subclasses.fake_tensor:DynamicOutputShapeException")
-
 # (bool tensor of one element, message): raises RuntimeError once it is known to be False; does not synchronize, and compiled code
 # keeps it.
 assert_in_graph = import_private("_assert_async")

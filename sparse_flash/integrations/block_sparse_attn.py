@@ -1,17 +1,17 @@
-"""The calls of the ``block_sparse_attn`` package, computed here: a program that uses them changes one import.
+"""The main call of the ``block_sparse_attn`` package, computed here: a program that uses it changes one import.
 
     from sparse_flash.integrations.block_sparse_attn import block_sparse_attn_func
 
 Argument names, order and defaults, layouts and the meaning of ``head_mask_type`` are that package's. Documents are packed one
 after another, and each query head is dense, streaming or block-sparse. Blocks are of 128 queries and 128 keys, counted from the
 first query and the first key of each document. ``is_causal`` aligns a document's last query with its last key, token by token.
-Each call also takes ``backend``, as in ``sparse_flash.attention``.
+It also takes ``backend``, as in ``sparse_flash.attention``.
 
 Streaming heads keep the first and the last blocks of keys. With is_causal, the last ones of a block of queries end with the block
 of keys that holds the position of its last query. A block of queries that the document's end cuts short counts as whole, so that
 block of keys may lie past the document. Without is_causal, the last ones are the document's own, for all queries.
 
-Differences: all calls have gradients, ``exact_streaming`` too, and take the head_dims, dtypes and devices of ``attention``. A
+Differences: all calls have gradients, also with ``exact_streaming``, and the head_dims, dtypes and devices of ``attention``. A
 query that keeps nothing has out 0 and lse -inf. Tokens past the last document have out 0. Blocks of ``base_blockmask`` past a
 document's end have no effect. ``S_dmask``, the matrix of weights with dropout's signs, is never formed: ``return_attn_probs``
 returns None instead, and is refused with dropout. ``exact_streaming`` is refused with block-sparse heads.
@@ -31,13 +31,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..api.arguments import check_shapes, check_types, refuse_probabilities
 from ..api.attention import attention
-from ..api.document_arguments import check_packed, resolve_longest
+from ..core.arguments import check_shapes, check_types, refuse_probabilities
 from ..masks.block_mask import BlockMask
 from ..masks.memory import cached_until_cleared
 from ..masks.parsing import parse
 from ..masks.pattern import PerHead
+from ..packed.arguments import check_packed, resolve_longest
 
 _BLOCK = 128
 
@@ -124,52 +124,6 @@ def block_sparse_attn_func(
         first = stop
     out = torch.cat([*outs, outs[0].new_zeros(len(q) - starts[-1], *outs[0].shape[1:])])
     return (out, torch.cat(lses), None) if return_attn_probs else out
-
-
-def block_streaming_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    head_mask_type: torch.Tensor,
-    streaming_info: torch.Tensor | None,
-    max_seqlen_q_: int,
-    max_seqlen_k_: int,
-    p_dropout: float,
-    deterministic: bool = False,
-    softmax_scale: float | None = None,
-    is_causal: bool = True,
-    return_attn_probs: bool = False,
-    *,
-    backend: str = "auto",
-):
-    """Calls ``block_sparse_attn_func`` for heads that are dense or keep the first and the last blocks; causal by default."""
-    documents = cu_seqlens_q, cu_seqlens_k, head_mask_type, streaming_info, None, max_seqlen_q_, max_seqlen_k_
-    rest = p_dropout, deterministic, softmax_scale, is_causal, False, return_attn_probs
-    return block_sparse_attn_func(q, k, v, *documents, *rest, backend=backend)
-
-
-def token_streaming_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    head_mask_type: torch.Tensor,
-    streaming_info: torch.Tensor | None,
-    max_seqlen_q_: int,
-    max_seqlen_k_: int,
-    deterministic: bool = False,
-    softmax_scale: float | None = None,
-    return_attn_probs: bool = False,
-    *,
-    backend: str = "auto",
-):
-    """Calls ``block_sparse_attn_func`` for heads that are dense or keep the first and the last keys; always causal, no dropout."""
-    documents = cu_seqlens_q, cu_seqlens_k, head_mask_type, streaming_info, None, max_seqlen_q_, max_seqlen_k_
-    rest = 0.0, deterministic, softmax_scale, True, True, return_attn_probs
-    return block_sparse_attn_func(q, k, v, *documents, *rest, backend=backend)
 
 
 # rules: of each head, its type, n > 0 for map n - 1, and how many first and last blocks or keys it keeps.

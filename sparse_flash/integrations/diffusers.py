@@ -16,20 +16,19 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import diffusers
 import torch
-from diffusers.hooks import HookRegistry
 from torch.overrides import TorchFunctionMode
 
-from ..api.arguments import check_precision
 from ..api.attention import attention
 from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import outside_graphs
+from ..core.arguments import check_precision
 from ..masks.block_mask import compile_cached
 from ..masks.cache import to_traceable
 from ..masks.chooser import has_choosers
@@ -153,7 +152,8 @@ def use_sparse_flash(
     Tables have blocks of one tile, and of 64 tokens for smaller tiles; a chooser has its own ``block``. Masks for padded text
     (HunyuanVideo) become ``kv_lens``; other masks of attention are refused. Gradient checkpointing works; call backward before the
     next forward call. If a cache of diffusers is enabled, dense steps keep all pairs in the order of tiles, because caches hold
-    tokens in one order. Raises ValueError for models that are not known, for context parallelism and for arguments that do not fit.
+    tokens in one order. Switch between two videos, when caches are empty. Raises ValueError for models that are not known, for
+    context parallelism and for arguments that do not fit.
     """
     model, parts = _find_model(transformer)
     layers = [getattr(block, attn) for blocks, attn in parts.layers for block in getattr(model, blocks)]
@@ -161,7 +161,6 @@ def use_sparse_flash(
     check_precision(precision)
     run = _Run(model, parts, spec, _parse_layout(layout), _parse_steps(dense_steps), precision)
     restore(model)
-    _reset_caches(model)
     for number, layer in enumerate(layers):
         _set_processor(layer, _Processor(layer.processor, run, number, number in dense))
         layer.extra_repr = partial(_describe_layer, layer)  # print(model) shows it
@@ -192,7 +191,6 @@ def restore(transformer: torch.nn.Module) -> torch.nn.Module:
                 _set_processor(layer, layer.processor.original)
             del layer.extra_repr
         delattr(model, _RUN_KEY)
-        _reset_caches(model)
     return transformer
 
 
@@ -232,34 +230,10 @@ def _describe_layer(layer: Any) -> str:
     return describe_layer(layer, f"{'layout' if processor.dense else run.spec}{tile}{steps}")
 
 
-def layout_of(transformer: torch.nn.Module, shape: Sequence[int], text: int = 0) -> VideoLayout:
-    """Returns the ``VideoLayout`` of a transformer's inputs, as for ``sparse_flash.explain(spec, layout=...)``.
-
-    transformer: as for ``use_sparse_flash``; the tile is the one that it was switched with, "auto" for one that was not.
-    shape: of its latents, in the order of the model: (batch, channels, frames, height, width), for CogVideoX (batch, frames,
-    channels, height, width); for LTX-Video as before they are packed. text: tokens of text in the same attention. Raises ValueError
-    for other shapes and models.
-    """
-    model, parts = _find_model(transformer)
-    if len(shape) != 5:
-        raise ValueError(f"shape must be that of 5-D latents, (batch, channels, frames, height, width); got {tuple(shape)}")
-    grid = shape[2], shape[3], shape[4]
-    if parts.grid_of is not _grid_of_ltx:  # which gets its video packed
-        grid = parts.grid_of(config=model.config, given={"hidden_states": torch.empty(tuple(shape), device="meta")})
-    run = getattr(model, _RUN_KEY, None)
-    return parts.with_text(_build_layout(run.make if run else VideoLayout.of, grid), text)
-
-
 def _is_cached(model) -> bool:
     """Whether a cache of diffusers keeps what layers of the model returned, by ``enable_cache`` or by its own function."""
     registries = (getattr(module, "_diffusers_hook", None) for module in model.modules())
     return any(hook._is_stateful for registry in registries if registry is not None for hook in registry.hooks.values())
-
-
-def _reset_caches(model) -> None:
-    """Empties the caches of diffusers, which hold tokens in the order in which the model has run until now."""
-    if _is_cached(model):
-        HookRegistry.check_if_exists_or_initialize(model).reset_stateful_hooks(recurse=True)
 
 
 def _set_processor(layer: Any, processor: Any) -> None:
@@ -275,16 +249,11 @@ def _find_model(transformer) -> tuple[Any, _ModelParts]:
         raise TypeError(f"transformer must be a module, such as pipe.transformer; got {type(transformer).__name__}")
     for module in transformer.modules():
         for cls in type(module).__mro__:
-            if cls.__name__.startswith("Kandinsky5"):
-                raise ValueError(f"{cls.__name__} orders and masks its tokens by itself; set attention_type in its config")
             if cls.__name__ in _MODELS:
                 return module, _MODELS[cls.__name__]
-    way_out = "call use_sparse_flash of sparse_flash.integrations.transformers for a model of Transformers"
-    if library_of(transformer) != "transformers":
-        way_out = (
-            "for others set attention processors that call layout.to_tiles(x, dim) for q, k and v, sparse_flash.attention under a "
-            "pattern of the layout, and layout.to_raster(out, dim)"
-        )
+    way_out = "set attention processors that call sparse_flash.attention under a pattern of the layout"
+    if library_of(transformer) == "transformers":
+        way_out = "call use_sparse_flash of sparse_flash.integrations.transformers"
     raise ValueError(f"transformer must be one of {', '.join(_MODELS)}; got {type(transformer).__name__}; {way_out}")
 
 
@@ -457,14 +426,6 @@ class _Processor:
         if not calls.count:
             raise ValueError(f"{type(self.original).__name__} did not call scaled_dot_product_attention; call restore(transformer)")
         return out
-
-    @property
-    def _attention_backend(self):
-        return self.original._attention_backend
-
-    @_attention_backend.setter
-    def _attention_backend(self, backend):
-        self.original._attention_backend = backend  # of dense steps
 
 
 class _AttentionOverride(TorchFunctionMode):

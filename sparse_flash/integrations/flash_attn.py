@@ -21,22 +21,21 @@ from typing import Any
 
 import torch
 
-from ..api.arguments import check_shapes, refuse_probabilities
 from ..api.attention import attention
-from ..api.decode import MAX_QUERIES, attention_decode
-from ..api.document_arguments import resolve_longest
-from ..api.keywords import answers_unknown_keywords, keyword_error
+from ..api.decode import attention_decode
 from ..api.varlen import attention_varlen
+from ..core.arguments import check_shapes, refuse_probabilities
+from ..decoding.arguments import MAX_QUERIES
 from ..masks.block_mask import BlockMask
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern
+from ..packed.arguments import resolve_longest
 from ..packed.rows import lay_out_rows, read_to_end, write
 from .models import depends_on_position
 
 _NO_WINDOW = (-1, -1)
 
 
-@answers_unknown_keywords(keyword_error)
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -75,15 +74,14 @@ def flash_attn_func(
     return (out, lse, None) if return_attn_probs else out
 
 
-@answers_unknown_keywords(keyword_error)
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int | torch.Tensor,
-    max_seqlen_k: int | torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -101,8 +99,7 @@ def flash_attn_varlen_func(
 
     q: (total_q, heads, head_dim). k, v: (total_k, kv_heads, head_dim), or with block_table pages, (pages, page_size, kv_heads,
     head_dim). cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, the start of each sequence, and the end of the last.
-    max_seqlen_q, max_seqlen_k: upper bounds on sequence lengths; ints, or tensors of one, which are read on the host. Compiled
-    code cannot read them, and takes all tokens for the bound. block_table: (sequences, pages of one) int32, the pages of each.
+    max_seqlen_q, max_seqlen_k: upper bounds on sequence lengths. block_table: (sequences, pages of one) int32, the pages of each.
 
     Returns out, like q, or with return_attn_probs (out, lse, None), lse of shape (heads, total_q) float32.
 
@@ -117,27 +114,25 @@ def flash_attn_varlen_func(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k[1:], block_table),
     )
     capacity = len(k) if block_table is None else block_table.shape[1] * k.shape[1]
-    longest_q = _read_longest(max_seqlen_q, len(q))
-    longest_k = _read_longest(max_seqlen_k, capacity)
     options: dict[str, Any] = {"scale": softmax_scale, "deterministic": deterministic or None, "backend": backend}
     terms = _terms(dropout_p, softcap, alibi_slopes)
     kept = _combine_masks(causal, window_size, mask)
     if block_table is None and not terms:
-        options |= {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+        options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, kept, return_lse=True, **options)
         return (out, lse, None) if return_attn_probs else out
-    resolve_longest("q", q, cu_seqlens_q, longest_q)
+    resolve_longest("q", q, cu_seqlens_q, max_seqlen_q)
     pages = k if block_table is None else k.new_empty(len(block_table) * capacity, 0)
-    resolve_longest("k", pages, cu_seqlens_k, min(longest_k, capacity))
-    shared = block_table is None and cu_seqlens_k is cu_seqlens_q and longest_k == longest_q
+    resolve_longest("k", pages, cu_seqlens_k, min(max_seqlen_k, capacity))
+    shared = block_table is None and cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q
     if not shared:
         _check_shift_invariant(mask)
-    queries = lay_out_rows(cu_seqlens_q, len(q), longest_q, at_end=not shared)
+    queries = lay_out_rows(cu_seqlens_q, len(q), max_seqlen_q, at_end=not shared)
     if block_table is None:
-        keys = lay_out_rows(cu_seqlens_k, len(k), longest_k, at_end=not shared)
+        keys = lay_out_rows(cu_seqlens_k, len(k), max_seqlen_k, at_end=not shared)
         kv_first, k, v = keys.first, keys.take(k), keys.take(v)
     else:
-        kv_first, k, v = read_to_end((k, v), block_table, cu_seqlens_k.diff(), longest_k)
+        kv_first, k, v = read_to_end((k, v), block_table, cu_seqlens_k.diff(), max_seqlen_k)
     by_length = {"q_lens": queries.length, "kv_lens": queries.length}
     options |= by_length if shared else {"q_starts": queries.first, "kv_starts": kv_first}
     out, lse = attention(queries.take(q), k, v, kept, return_lse=True, **options, **terms)
@@ -145,7 +140,6 @@ def flash_attn_varlen_func(
     return (out, queries.put_back(lse[..., None], float("-inf")).squeeze(-1).T, None) if return_attn_probs else out
 
 
-@answers_unknown_keywords(keyword_error)
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -202,8 +196,6 @@ def flash_attn_with_kvcache(
     )
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
         raise ValueError("k, v and cache_seqlens go together, as k and v are written at cache_seqlens; one of them is None")
-    if block_table is not None and cache_batch_idx is not None:
-        raise ValueError("block_table says which pages a sequence has, and cache_batch_idx which cache; pass one of them")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v)):
         raise ValueError("flash_attn_with_kvcache gives no gradients, and an argument requires one; call it under torch.no_grad()")
     kept = _combine_masks(causal, window_size, mask)
@@ -242,12 +234,6 @@ def flash_attn_with_kvcache(
         out, lse = attention_decode(q, k_cache, v_cache, kept, kv_lens=lens, block_table=block_table, **options)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
-
-
-def _read_longest(given: int | torch.Tensor, most: int) -> int:
-    if not isinstance(given, torch.Tensor):
-        return given
-    return most if torch.compiler.is_compiling() else int(given)
 
 
 def _terms(dropout_p: float, softcap: float, alibi_slopes: torch.Tensor | None) -> dict[str, Any]:

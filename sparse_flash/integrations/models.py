@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..api.call import DEFAULT_BLOCK_SIZE, observers
+from ..api.call import observers
+from ..core.operators import DEFAULT_BLOCK_SIZE
 from ..masks.block_mask import BlockMask, compile_cached
 from ..masks.compiler import is_shift_invariant
 from ..masks.parsing import parse

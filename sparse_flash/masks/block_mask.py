@@ -314,11 +314,14 @@ def compile_mask(
     kv_len: int | None = None,
     block_size: int = 128,
     device: Device | None = None,
+    *,
+    progress: bool | None = None,
 ) -> BlockMask:
     """Compiles a pattern into a lookup table.
 
     pattern: a Pattern or its spec text. q_len, kv_len: tokens; kv_len defaults to q_len, and where they differ the last query is
     aligned with the last key. block_size: a power of two in 16..256. device: where the table is stored.
+    progress: whether to show a progress bar; None shows one if compiling evaluates more than 2^28 pairs.
 
     Never builds anything of size q_len x kv_len. Raises ValueError for lengths and block sizes out of range, and for a pattern that
     names other tokens than the sequence has: a grid, documents or a block map of another number of tokens, or ``shifted`` parts
@@ -329,7 +332,7 @@ def compile_mask(
         raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
     grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
     check_fit(pattern, grid.q_len, grid.kv_len)
-    return BlockMask.of_tables(compile_tables(pattern.bind_length(grid.kv_len), grid)).to(device or "cpu")
+    return BlockMask.of_tables(compile_tables(pattern.bind_length(grid.kv_len), grid, progress)).to(device or "cpu")
 
 
 def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: Device) -> BlockMask:

@@ -14,14 +14,17 @@ import numpy as np
 
 from ..compat.constants import constant_in_graphs
 from .fields import Positive, Share, set_fields
+from .fit import named_len
 from .grid import BlockGrid
 from .memory import cached_until_cleared
 from .parsing import parse, text_of
 from .pattern import And, DerivedPattern, Or, Pattern, PerBatch, PerHead, short_text
 from .registry import list_registered, register_pattern
 
+_SAMPLED_TOKENS, _SAMPLED_PAIRS = 1 << 17, 1 << 16  # of a mask that names no number of tokens; see ``find_unstated_causal``
+
 CHOOSER = TypeVar("CHOOSER", bound="Chooser")
-RULES = ("keep", "mass", "floor", "relative", "budget")
+RULES = ("keep", "mass", "floor", "budget")
 BLOCK_SIZES = (64, 128)
 DEFAULT_BLOCK = 128
 
@@ -41,28 +44,21 @@ class Chooser(Pattern):
     keep: the best so many (an int), or this share of the row's blocks, rounded up (a float).
     mass: the fewest blocks that have this share of the row's scores together.
     floor: the blocks with at least this score.
-    relative: the blocks with at least this part of the row's largest score.
     budget: the best blocks of all heads together, this share of the blocks of their rows, so that heads compete.
 
     A row's blocks are those in which the expression's other operands of ``&``, such as causal, keep a pair. The row's own blocks
     and the blocks of patterns joined by ``|`` are kept in any case, and count first under ``keep`` and ``budget``.
 
-    reduce: "max" or "mean", how a block's score follows from the scores of its queries; None: as the chooser's docstring says.
-    share_group: choose once for the query heads that share keys, by the largest of their scores.
     block: tokens on a side of a block, 64 or 128; None: 128.
     """
 
     keep: int | float | None = None
     mass: Share | None = None
     floor: Share | None = None
-    relative: Share | None = None
     budget: Share | None = None
-    reduce: str | None = None
-    share_group: bool | None = None
     block: Positive | None = None
 
     chooses: ClassVar[bool] = True
-    default_reduce: ClassVar[str] = "mean"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,10 +72,6 @@ class Chooser(Pattern):
             )
         if self.keep is not None:
             set_fields(self, keep=check_keep(self.keep, f"{name}: keep"))
-        if self.reduce not in (None, "max", "mean"):
-            raise ValueError(f"{name}: reduce must be 'max' or 'mean'; got {self.reduce!r}")
-        if not (self.share_group is None or isinstance(self.share_group, bool)):  # 1 would be written as another text
-            raise ValueError(f"{name}: share_group must be True or False; got {self.share_group!r}")
         if self.block is not None and self.block not in BLOCK_SIZES:
             raise ValueError(f"{name}: block must be one of {', '.join(map(str, BLOCK_SIZES))}; got {self.block}")
 
@@ -87,10 +79,6 @@ class Chooser(Pattern):
     def rule(self) -> tuple[str, int | float]:
         """The name and the number of the rule."""
         return next((rule, value) for rule in RULES if (value := getattr(self, rule)) is not None)
-
-    @property
-    def reduction(self) -> str:
-        return self.reduce or self.default_reduce
 
     @property
     def block_size(self) -> int:
@@ -280,3 +268,22 @@ def _join_patterns(kind: Any, patterns: list[Pattern]) -> Pattern | None:
 def is_causal(within: Pattern | None) -> bool:
     """Whether an expression's pairs are limited to keys up to each query, as its text says."""
     return within is not None and "causal" in map(str, within.operands if isinstance(within, And) else (within,))
+
+
+@cached_until_cleared(maxsize=256)
+def find_unstated_causal(spec: Pattern | str) -> str | None:
+    """The text of what limits an expression's choosers, if it does not say causal, so that choosers compare later keys too, and no
+    sampled query sees a later key under it; otherwise None."""
+    within = choices_of(spec)[0].within
+    if within is None or is_causal(within):
+        return None
+    tokens = named_len(within, _SAMPLED_TOKENS)
+    drawn = np.random.default_rng(0)
+    q = drawn.integers(0, tokens, _SAMPLED_PAIRS)
+    kv = q + (float(tokens) ** drawn.random(_SAMPLED_PAIRS)).astype(np.int64)  # as many distances in each octave
+    q, kv = q[kv < tokens], kv[kv < tokens]
+    try:
+        kept = np.asarray(within.bind_length(tokens).token_rule(q, kv))
+    except Exception:  # of a user's own rule: for tokens that it does not know, or as it has only a block rule
+        return None
+    return None if kept.any() else str(within)

@@ -21,6 +21,7 @@ from .fields import BEYOND
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .mask_tables import MaskTables
 from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, Runs, short_text
+from .progress import progress_bar
 from .rules import block_states
 from .table import Entries, FullBlocks
 from .tiles import TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
@@ -31,7 +32,7 @@ _UNDECIDED = -3  # not the number of a tile, nor EMPTY_TILE or FULL_TILE
 _MOST_RUNS = 256  # runs per query beyond which evaluating tokens is as fast
 
 
-def compile_tables(pattern: Pattern, grid: BlockGrid) -> MaskTables:
+def compile_tables(pattern: Pattern, grid: BlockGrid, progress: bool | None = None) -> MaskTables:
     """The tables of a pattern, on the CPU."""
     for leaf in pattern.leaves():
         if isinstance(leaf, Chooser):
@@ -40,7 +41,7 @@ def compile_tables(pattern: Pattern, grid: BlockGrid) -> MaskTables:
     entries, batch_heads = (whole.patterns, whole.batch_heads) if isinstance(whole, PerEntry) else ((whole,), (1, 1))
     for one in dict.fromkeys(entries):
         try:
-            made[one] = _Compilation(one, grid).run()
+            made[one] = _Compilation(one, grid, progress).run()
         except Exception as error:  # of a rule, mostly, where its text says nothing of masks
             error.add_note(f"while compiling {short_text(pattern, 200)} for {grid.q_len} queries and {grid.kv_len} keys")
             raise
@@ -48,8 +49,8 @@ def compile_tables(pattern: Pattern, grid: BlockGrid) -> MaskTables:
 
 
 class _Compilation:
-    def __init__(self, pattern: Pattern, grid: BlockGrid):
-        self.pattern, self.grid = pattern, grid
+    def __init__(self, pattern: Pattern, grid: BlockGrid, progress: bool | None):
+        self.pattern, self.grid, self.progress = pattern, grid, progress
         self.leaves: dict[Pattern, BlockRuns] = {}
         self.diagonals: dict[Pattern, np.ndarray] = {}
         self.pool = TilePool(grid.block_size)
@@ -85,18 +86,22 @@ class _Compilation:
 
     def decide_blocks(self, states: BlockRuns) -> Iterator[Entries]:
         """Partial blocks, decided by their tokens. Blocks that turn out empty are left out."""
-        for rows, cols, _ in states.blocks(PARTIAL, chunk=_CHUNK):
-            tiles = np.empty(len(rows), np.int64)
-            index = rows * self.grid.kv_blocks + cols
-            leaf_states = np.stack([runs.at(index) for runs in self.leaves.values()], axis=1)
-            kinds, which = unique_rows(leaf_states)
-            for kind, example in enumerate(kinds):
-                chosen = which == kind
-                rule = _simplify(self.pattern, dict(zip(self.leaves, leaf_states[example].tolist(), strict=True)))
-                # A pattern, as a partial block has a leaf that is partial there.
-                tiles[chosen] = self.decide(cast(Pattern, rule), rows[chosen], cols[chosen])
-            kept = Entries(rows, cols, tiles).without_empty()
-            yield Entries(*(axis.astype(np.int32) for axis in kept))  # small, as all are held at once
+        undecided = states.count(PARTIAL)
+        pairs = undecided * self.grid.block_size**2
+        with progress_bar(f"compiling {short_text(self.pattern)}: {undecided:,} blocks", pairs, self.progress) as advance:
+            for rows, cols, _ in states.blocks(PARTIAL, chunk=_CHUNK):
+                tiles = np.empty(len(rows), np.int64)
+                index = rows * self.grid.kv_blocks + cols
+                leaf_states = np.stack([runs.at(index) for runs in self.leaves.values()], axis=1)
+                kinds, which = unique_rows(leaf_states)
+                for kind, example in enumerate(kinds):
+                    chosen = which == kind
+                    rule = _simplify(self.pattern, dict(zip(self.leaves, leaf_states[example].tolist(), strict=True)))
+                    # A pattern, as a partial block has a leaf that is partial there.
+                    tiles[chosen] = self.decide(cast(Pattern, rule), rows[chosen], cols[chosen])
+                advance(len(rows) * self.grid.block_size**2)
+                kept = Entries(rows, cols, tiles).without_empty()
+                yield Entries(*(axis.astype(np.int32) for axis in kept))  # small, as all are held at once
 
     def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""

@@ -40,13 +40,6 @@ def split_at_layout(text: object) -> tuple[str, ...]:
     return pieces
 
 
-def fill_layout(text: Any, layout: Pattern | None) -> Any:
-    """The spec text with the text of a VideoLayout in place of the word layout; the mask itself if there is no layout."""
-    if not isinstance(layout, Pattern | None):
-        raise TypeError(f"layout must be a VideoLayout; got {layout!r}; VideoLayout.of(frames, height, width) makes one")
-    return text if layout is None else layout.to_spec().join(split_at_layout(text))
-
-
 @constant_in_graphs
 @cached_until_cleared(maxsize=256)
 def text_of(pattern: Pattern | str) -> str | None:

@@ -69,8 +69,8 @@ def pattern_class(name: str) -> type[Pattern]:
     """The class registered under ``name``. Raises ValueError that lists the nearest names."""
     if name == "layout":
         raise ValueError(
-            "layout must be given: pass layout=sf.VideoLayout(frames, height, width) to explain or draw, --video "
-            "FRAMESxHEIGHTxWIDTH on the command line; elsewhere write video_layout(frames, height, width)"
+            "layout stands for a video's layout only in use_sparse_flash for diffusers; here write "
+            "video_layout(frames, height, width)"
         )
     if name not in _registry:
         hint = suggest_names(name, sorted(_registry))

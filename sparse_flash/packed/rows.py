@@ -6,39 +6,37 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends import check_read_pages
-from .gather_rows import take_rows
+from ..core.caches import check_read_pages
+from .documents import Axis, PackedDocuments
 
 
 class DocumentRows(NamedTuple):
-    """first: (documents,) int32, the first row that a document fills. length: its tokens. token_of_row: (documents, longest)
-    int32, row_of_token: (tokens,) int32, -1 for none."""
+    """first: (documents,) int32, the first row that a document fills. length: its tokens. longest: rows of each. axis: of all, and
+    one more row, that of tokens of no document."""
 
     first: torch.Tensor
     length: torch.Tensor
-    token_of_row: torch.Tensor
-    row_of_token: torch.Tensor
+    longest: int
+    axis: Axis
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, heads, head_dim) -> (documents, heads, longest, head_dim)."""
-        taken = take_rows(x, self.token_of_row.flatten(), self.row_of_token, 0.0, False)
-        return torch.unflatten(taken, 0, self.token_of_row.shape).transpose(1, 2)
+        rows = self.axis.to_blocks(x)[0, :, :-1]
+        return rows.unflatten(1, (-1, self.longest)).transpose(0, 1)
 
     def put_back(self, x: torch.Tensor, fill: float) -> torch.Tensor:
         """(documents, heads, longest, head_dim) -> (tokens, heads, head_dim), with ``fill`` for tokens of no document."""
-        return take_rows(x.transpose(1, 2).flatten(0, 1), self.row_of_token, self.token_of_row.flatten(), fill, False)
+        rows = torch.nn.functional.pad(x.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1), value=fill)
+        return self.axis.to_tokens(rows, 0)
 
 
 def lay_out_rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> DocumentRows:
     """Lays packed documents out, ``longest`` rows for each: at the end of these, or at their start."""
-    length = cu_seqlens.diff().int().clamp(max=longest)
-    first = longest - length if at_end else torch.zeros_like(length)
-    position = torch.arange(longest, device=cu_seqlens.device, dtype=torch.int32) - first[:, None]
-    filled = (position >= 0) & (position < length[:, None])
-    token = cu_seqlens[:-1, None].int() + position
-    row = torch.arange(token.numel(), device=token.device, dtype=torch.int32)
-    row_of_token = row.new_full((tokens + 1,), -1).scatter_(0, torch.where(filled, token, tokens).flatten().long(), row)
-    return DocumentRows(first, length, torch.where(filled, token, -1), row_of_token[:tokens])
+    side = PackedDocuments(cu_seqlens, tokens, longest)
+    at, length = side.locate(), side.extents()[1]
+    first, rows = longest - length if at_end else torch.zeros_like(length), longest * length.shape[0]
+    row = torch.where(at.exists, at.document * longest + first[at.document] + at.within, rows)
+    return DocumentRows(first.int(), length.int(), longest, Axis(row, rows + 1))
 
 
 def read_to_end(caches: tuple[torch.Tensor, ...], table: torch.Tensor, lens: torch.Tensor, longest: int) -> list[torch.Tensor]:

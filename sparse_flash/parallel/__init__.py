@@ -1,7 +1,6 @@
 """Context parallelism: one sequence over several ranks. Plans on the host from a mask's table; exchanges through torch.distributed.
 Knows the calls of ``api``, and nothing of models or of other libraries."""
 
-from .plan import ContextPlan, ContextPlans, context_parallel
-from .planner import ContextParallel, PendingPlan
+from .plan import ContextPlan, context_parallel
 
-__all__ = ["ContextParallel", "ContextPlan", "ContextPlans", "PendingPlan", "context_parallel"]
+__all__ = ["ContextPlan", "context_parallel"]

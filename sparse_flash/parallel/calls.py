@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .. import backends
-from ..backends import QueryRows, hopper
-from ..backends import triton as triton_backend
-from ..dispatch.call import AttentionCall, prepare
+from ..core import backends, hopper
+from ..core import triton as triton_backend
+from ..core.call import AttentionCall, prepare
+from ..core.results import QueryRows
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
-from ..variant.variant import Variant
-from .routes import LocalMask, TwoCalls
+from .routes import TwoCalls
 from .transfer import Message, PendingExchange, pack, unpack
 
 if TYPE_CHECKING:
@@ -26,24 +25,20 @@ _Keys = tuple[torch.Tensor, torch.Tensor, object]  # k, v, table
 
 
 class PartialAttention(NamedTuple):
-    """Attends some of a rank's rows to some columns, by a back end. Its fields are the last arguments of the operators of both
-    passes, in their order. handle: of a Route. seed, batch_heads: of dropout, the second if the rank has only some heads. scale:
-    None for 1 / sqrt(head_dim)."""
+    """Attends a rank's rows to some columns, by a back end. Its fields are the last arguments of the operators of both passes, in
+    their order. handle: of a Route. scale: None for 1 / sqrt(head_dim)."""
 
     handle: torch.Tensor
-    seed: torch.Tensor | None
-    batch_heads: torch.Tensor | None
     scale: float | None
     deterministic: bool
     backend: str
-    dropout_p: float
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse) over the columns of the mask."""
         call = self._prepare_call(q, k, v, mask)
         return backends.get_backend(call.backend).forward(call)
 
-    def backward(self, rows: QueryRows, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> Gradients:
+    def backward(self, rows: QueryRows, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> Gradients:
         """Returns (dq, dk, dv) from the pairs of the mask. rows: with out and lse over all columns, for the probabilities."""
         q, dout, dlse, out, lse = rows
         call = self._prepare_call(q, k, v, mask)
@@ -78,7 +73,7 @@ class PartialAttention(NamedTuple):
         self, rows: QueryRows, own: _KeyValues, others: _KeyValues, calls: TwoCalls
     ) -> tuple[JointBackward, _Keys, _Keys] | None:
         """Returns two backward calls of Hopper's kernels of the same rows and dq, and the keys to add, own ones first; or None."""
-        if calls.far is None or self.seed is not None or self.deterministic:
+        if calls.far is None or self.deterministic:
             return None
         of_own, of_others = self._prepare_call(rows.q, *own, calls.near), self._prepare_call(rows.q, *others, calls.far)
         if {of_own.backend, of_others.backend} != {"hopper"}:
@@ -87,22 +82,11 @@ class PartialAttention(NamedTuple):
         joint = hopper.joint_backward(rows.dout, rows.dlse, rows.q, rows.out, rows.lse, keys, of_own.scale)
         return None if joint is None else (joint, *keys)
 
-    def _prepare_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: LocalMask) -> AttentionCall:
-        dropout = None
-        if self.seed is not None:
-            dropout = Variant(seed=self.seed, batch_heads=self.batch_heads, dropout_p=self.dropout_p)
-        table, variant = table_and_variant(mask, dropout, q.is_cuda)
+    def _prepare_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> AttentionCall:
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
-        call = AttentionCall(q, k, v, mask, table, scale, self.deterministic, self.backend, variant)
-        return prepare(call, call.key, mask.mask)
-
-
-def table_and_variant(mask: LocalMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:
-    """Returns (mask, variant) for a back end. With dropout, the variant has the positions of the mask's tokens in the sequence."""
-    if dropout is None:
-        return mask.mask.kernel_table(on_gpu), None
-    # Only the mask's own blocks are contiguous in the sequence, so neither coarser blocks nor a dense call are used.
-    return mask.mask, dropout._replace(q_positions=mask.q_positions, kv_positions=mask.kv_positions)
+        table = mask.kernel_table(q.is_cuda)
+        call = AttentionCall(q, k, v, mask, table, scale, self.deterministic, self.backend)
+        return prepare(call, call.key, mask)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, partial: tuple[torch.Tensor, torch.Tensor]) -> None:

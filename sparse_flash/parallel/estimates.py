@@ -12,7 +12,6 @@ from ..masks.costs import BLOCK, COPY_RATE, HEAD_DIM, row_us
 from .assignment import Assignment
 
 ELEMENT_BYTES = 2  # float16, bfloat16
-_LSE_BYTES = 4  # float32
 
 # ``masks/costs`` gives the times of calls, the same on all ranks. The other rates were fitted to runs on two H100:
 # docs/performance/several-gpus.md, "The rates behind the estimates", has the measured ranges and the results files.
@@ -72,25 +71,11 @@ class CallTimes(NamedTuple):
         return bool(self.two_calls.max() < self.one_call.max())
 
 
-class StrategyCosts(NamedTuple):
-    """Holds what one forward pass of one sequence costs under a strategy, with head_dim 128 in 16 bits.
-
-    seconds: estimated, of the slowest rank. Only fetched blocks overlap work, if that is estimated to be faster. received: the most
-    bytes that a rank gets from others. balance: the visited blocks of the heaviest rank / the mean of all ranks.
-    """
-
-    seconds: float
-    received: float
-    balance: float
-
-
 def block_times(option: Assignment, sizes: SequenceSizes) -> tuple[CallTimes, CallTimes]:
-    """Returns the times of ranks: (forward pass, backward pass). Exchanges of shared rows are not included."""
-    row, col, blocks = option.visits.pairs
-    same = option.owner[row] == option.owner[col]
-    own = np.bincount(option.owner[row[same]], blocks[same], option.ranks)
-    # Visited blocks in the rank's own columns and in the columns of others, summed over heads.
-    own_visits, other_visits = (own + option.visited_by_shared_rows) * sizes.heads, (option.visited - own) * sizes.heads
+    """Returns the times of ranks: (forward pass, backward pass)."""
+    # Visited blocks in the columns of others, and in all columns, summed over heads.
+    scale = sizes.heads / option.visits.heads
+    other_visits, all_visits = option.visited_of_others * scale, option.visited * scale
     received, visiting_rows, held = option.received, option.visiting_rows, option.blocks.shape[1]
     # In the backward pass gradients travel instead of blocks. The estimate assumes that a rank sends as many blocks as it gets.
     travel = received * sizes.block_bytes / sizes.link_rate
@@ -105,7 +90,7 @@ def block_times(option: Assignment, sizes: SequenceSizes) -> tuple[CallTimes, Ca
     # Visits are summed before the conversion, so that assignments with equal sums tie to the last bit.
     on_all, on_own, on_others = (
         [_pass_seconds(backward, of_rows, 0, sizes) + visits * _pass_seconds(backward, 0, 1, sizes) for backward in (False, True)]
-        for of_rows, visits in ((rows, own_visits + other_visits), (rows, own_visits), (0, other_visits))
+        for of_rows, visits in ((rows, all_visits), (rows, all_visits - other_visits), (0, other_visits))
     )
     forward = CallTimes(
         on_all[0] + np.maximum(travel, copy_own) + copy_fetched,
@@ -123,38 +108,19 @@ def _overlapped_seconds(call: np.ndarray, travel: np.ndarray) -> np.ndarray:
     return np.maximum(call, travel) + _COST_OF_HIDING * np.minimum(call, travel)
 
 
-def block_costs(option: Assignment, sizes: SequenceSizes) -> StrategyCosts:
-    """Returns the costs of fetching blocks. If the option's visits leave shared rows out, their queries are included here."""
-    queries = np.zeros(option.ranks)  # bytes
-    if option.visits.shared is not None:
-        # A rank gets the queries of others, and partial results of its own rows from all others.
-        own = option.sum_by_rank(option.visits.shared)  # shared block rows
-        token_bytes = sizes.heads * HEAD_DIM * ELEMENT_BYTES
-        results = (option.ranks - 1) * own * (token_bytes + sizes.heads * _LSE_BYTES)
-        queries = sizes.block_size * ((own.sum() - own) * token_bytes + results)
-    # The slowest rank need be neither the rank with the most work nor the rank that gets most, so each rank is estimated.
+def block_seconds(option: Assignment, sizes: SequenceSizes) -> float:
+    """Returns the seconds of a forward pass that fetches blocks, of the slowest rank. That need be neither the rank with the most
+    work nor the rank that gets most."""
     forward, _ = block_times(option, sizes)
-    seconds = min(float((of_ranks + queries / sizes.link_rate).max()) for of_ranks in forward)
-    received = option.received * float(sizes.block_bytes) + queries
-    return StrategyCosts(seconds, float(received.max()), _balance(option.visited + option.visited_by_shared_rows))
+    return min(float(of_ranks.max()) for of_ranks in forward)
 
 
-def head_costs(mask: BlockMask, own_blocks: int, sizes: SequenceSizes, ranks: int) -> StrategyCosts:
-    """Returns the costs of exchanging heads. own_blocks: of a rank, padding included."""
+def head_seconds(mask: BlockMask, own_blocks: int, sizes: SequenceSizes, ranks: int) -> float:
+    """Returns the seconds of a forward pass that exchanges heads, of the slowest rank. own_blocks: of a rank, padding included."""
     visited = np.diff(mask.mask_bounds(), prepend=0).astype(np.float64)
     by_head = np.broadcast_to(visited[mask.mask_index.numpy()].mean(0), sizes.heads)
-    work = by_head.reshape(ranks, -1).sum(1)
     # A rank copies its q, k, v and out to send them. Its own heads' share does not travel.
     copied = own_blocks * sizes.block_bytes * (1 + sizes.heads / sizes.kv_heads)
     received = copied * (ranks - 1) / ranks
-    seconds = _pass_seconds(False, own_blocks * sizes.heads, work.max(), sizes) + received / sizes.link_rate
-    return StrategyCosts(seconds + _copy_seconds(copied), received, _balance(work))
-
-
-def visits_per_fetch(sizes: SequenceSizes) -> float:
-    """Returns how many blocks a rank visits, the mean over heads, in the time in which it gets one."""
-    return sizes.block_bytes / sizes.link_rate / _pass_seconds(False, 0, sizes.heads, sizes)
-
-
-def _balance(work: np.ndarray) -> float:
-    return float(work.max() / work.mean()) if work.any() else 1.0
+    seconds = _pass_seconds(False, own_blocks * sizes.heads, by_head.reshape(ranks, -1).sum(1).max(), sizes)
+    return seconds + received / sizes.link_rate + _copy_seconds(copied)

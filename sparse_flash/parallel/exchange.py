@@ -13,17 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import backends
 from ..compat.names import operator_name
-from ..dispatch.operators import prepare_upstream, refuse_second_derivatives
+from ..core.operators import prepare_upstream, refuse_second_derivatives
+from ..kernels.common.layout import empty_out
 from .calls import Gradients, PartialAttention, QueryRows, add_blocks, merge
-from .queries import attend_queries, differentiate_queries, merge_shared_rows, send_queries, send_results, write_query_gradients
-from .routes import LocalMask, Peers, Route, TwoCalls
-from .transfer import Message, PendingExchange, append_fetched, as_tokens, empty_blocks, pack, pack_with_space, split_packed, unpack
+from .routes import Route, TwoCalls, record_of
+from .transfer import Message, PendingExchange, append_fetched, as_tokens, empty_blocks, pack, split_packed, unpack
 
-_TENSORS = 3  # fields of a PartialAttention that are tensors, the first ones
-_NUMBERS = "float? scale, bool deterministic, str backend, float dropout_p"
-_SETTINGS = f"Tensor handle, Tensor? seed, Tensor? batch_heads, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
+_SETTINGS = "Tensor handle, float? scale, bool deterministic, str backend) -> (Tensor, Tensor, Tensor)"  # as PartialAttention
 _FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor columns, SymInt block_size, {_SETTINGS}"
 _BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor buffer, Tensor out, Tensor lse, {_SETTINGS}"
 
@@ -39,26 +36,17 @@ def attend_blocks(
     tells the compiler their number as a dynamic shape. given: the fields of a PartialAttention, whose route is of block_size.
     """
     run = PartialAttention(*given)
-    route = Route.from_handle(run.handle)
-    calls, shared = route.forward, route.shared
-    buffer = empty_blocks(k, v, len(columns), block_size)
-    # All ranks start their exchanges in this order, whatever they compute in between.
-    queries = send_queries(q, shared, route) if shared else None
+    route: Route = record_of(run.handle)
+    calls, buffer = route.forward, empty_blocks(k, v, len(columns), block_size)
     fetching = _fetch(k, v, buffer, route)
-    space = None
     if isinstance(calls, TwoCalls):
         fetching.wait_for_start()
         out, lse = run.forward(q, k, v, calls.near)
-    elif route.traffic.received:
-        space = pack_with_space(k, v, route.traffic.received, block_size)
-    partial = attend_queries(queries, k, v, run, shared, route) if shared and queries else None
-    fetched = fetching.wait()
-    if isinstance(calls, LocalMask):
-        out, lse = run.forward(q, *append_fetched(k, v, fetched, space), calls)
-    elif calls.far is not None:
-        merge(out, lse, run.forward(q, *unpack(fetched, k.shape[3]), calls.far))
-    if shared and partial:
-        merge_shared_rows(out, lse, partial, shared)
+        fetched = fetching.wait()
+        if calls.far is not None:
+            merge(out, lse, run.forward(q, *unpack(fetched, k.shape[3]), calls.far))
+    else:
+        out, lse = run.forward(q, *append_fetched(k, v, route.traffic.received, block_size, fetching.wait), calls)
     return out, lse, buffer
 
 
@@ -67,34 +55,28 @@ def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return backends.empty_out(q, v.shape[3]), lse, empty_blocks(k, v, columns.shape[0], block_size)
+    return empty_out(q, v.shape[3]), lse, empty_blocks(k, v, columns.shape[0], block_size)
 
 
 @torch.library.custom_op(operator_name("context_attention_backward"), mutates_args=(), schema=_BACKWARD)
 def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> Gradients:
-    """Returns (dq, dk, dv) of the rank's tokens. saved: tensors of ``_save_tensors``, numbers of PartialAttention."""
+    """Returns (dq, dk, dv) of the rank's tokens. saved: tensors of ``_save_tensors``, then the fields of PartialAttention."""
     q, k, v, buffer, out, lse, *given = saved
     run, rows = PartialAttention(*given), QueryRows(q, dout, dlse, out, lse)
-    route = Route.from_handle(run.handle)
-    shared, calls = route.shared, route.backward
-    # All ranks start their exchanges in this order, whatever they compute in between.
-    shared_results = send_results(rows, shared, route) if shared else None
+    route: Route = record_of(run.handle)
+    calls = route.backward
     fetched, tokens = buffer[: route.traffic.received], k.shape[2]
     # One call allocates the message after its workspace is freed.
     allocate = partial(Message.allocate, buffer, route.traffic.reverse, route)
     if isinstance(calls, TwoCalls):
         (dq, dk, dv), returning = run.backward_in_two_calls(rows, (k, v), fetched, calls, allocate())
     else:
-        dq, all_dk, all_dv = run.backward(rows, *append_fetched(k, v, fetched), calls)
+        # Not held by a name, so that they are freed before the message is allocated.
+        dq, all_dk, all_dv = run.backward(rows, *append_fetched(k, v, len(fetched), route.block_size, lambda: fetched), calls)
         message = allocate()
         pack(all_dk[:, :, tokens:], all_dv[:, :, tokens:], message.pieces)
         returning = message.send()
         dk, dv = (torch.empty_like(t).copy_(whole[:, :, :tokens]) for t, whole in ((k, all_dk), (v, all_dv)))
-    if shared and shared_results:
-        partial_dq, shared_dk, shared_dv = differentiate_queries(shared_results, k, v, run, shared, route)
-        dk.add_(shared_dk)
-        dv.add_(shared_dv)
-        write_query_gradients(dq, partial_dq, shared)
     # Gradients of other ranks are added in the order of ranks, so that bits repeat, and rounded once.
     for gradient, half in zip((dk, dv), split_packed(returning.wait(), k.shape[3]), strict=True):
         add_blocks(gradient, as_tokens(half), route.gradient_targets, route.block_size, route.gradient_sources)
@@ -107,15 +89,14 @@ def _(dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.T
 
 
 def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, _, _, *settings = inputs
+    q, k, v, _, _, handle, *ctx.settings = inputs
     out, lse, buffer = output
-    ctx.save_for_backward(q, k, v, buffer, out, lse, *settings[:_TENSORS])
-    ctx.settings = settings[_TENSORS:]
+    ctx.save_for_backward(q, k, v, buffer, out, lse, handle)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
-    _, _, _, _, out, lse, *_ = saved = ctx.saved_tensors
+    *_, out, lse, _ = saved = ctx.saved_tensors
     gradients = _backward(*prepare_upstream(dout, dlse, out, lse), *saved, *ctx.settings)
     return *gradients, None, None, *[None] * len(PartialAttention._fields)
 
@@ -126,10 +107,11 @@ _backward.register_autograd(refuse_second_derivatives)
 
 @torch.library.custom_op(operator_name("all_to_all"), mutates_args=())
 def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Exchanges parts: part i of rank j becomes part j of rank i. Its own gradient. parts: (ranks, ...), of one shape."""
+    """Exchanges parts: part i of rank j becomes part j of rank i. Its own gradient. parts: (ranks, ...), of one shape. handle: of
+    the process group."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=Peers.from_handle(handle).group)
+    dist.all_to_all_single(received, parts, group=record_of(handle))
     return received
 
 

@@ -1,7 +1,7 @@
 """Moves messages between GPUs of one host by their copy engines.
 
-NCCL moves bytes by kernels on multiprocessors, which slows attention that runs beside it. Here each rank writes its message to
-memory that all ranks can read, and copies its pieces from the messages of others. The copies run on their own stream and use no
+NCCL moves bytes by kernels on multiprocessors, which slows attention that runs at the same time. Here each rank writes its message
+to memory that all ranks can read, and copies its pieces from the messages of others. The copies run on their own stream and use no
 multiprocessor.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..compat import symmetric_memory
+from .agreement import gather_objects
 from .traffic import Traffic
 
 SWITCH = "SPARSE_FLASH_COPY_ENGINES"  # an environment variable; 0: NCCL moves everything
@@ -25,7 +25,7 @@ SWITCH = "SPARSE_FLASH_COPY_ENGINES"  # an environment variable; 0: NCCL moves e
 # so they pay for long messages (docs/performance/several-gpus.md, "Copied by copy engines").
 LEAST_BYTES = 1 << 28  # bytes
 _FIRST_BYTES = 1 << 21  # bytes, of the first allocation, which shows whether memory can be shared
-_GROWTH_STEPS = 8  # Memory grows in steps of an eighth of the largest power of two up to its size.
+_SPARE_SHARE = 8  # Memory gets an eighth more than the longest message, so that a slightly longer one fits too.
 
 _memories: WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None] = WeakKeyDictionary()
 
@@ -63,8 +63,7 @@ class PeerMemory:
         if self._memory is None or longest > self.size:
             # Freed first, as both may not fit.
             self._memory = self._peers = None
-            unit = max(_FIRST_BYTES, 1 << longest.bit_length() - 1 >> _GROWTH_STEPS.bit_length() - 1)
-            self._memory, self._peers = self._make_shared(-(-longest // unit) * unit)
+            self._memory, self._peers = self._make_shared(longest + longest // _SPARE_SHARE)
         return self._memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
     def exchange(self, received: torch.Tensor, traffic: Traffic) -> Any:
@@ -75,11 +74,11 @@ class PeerMemory:
         with self._module.stream(self._stream):
             for source in (*traffic.order, traffic.rank):
                 position = sum(traffic.receives[:source])
-                for first, count in traffic.layout.runs[source]:
-                    shape = count, *received.shape[1:]
+                for first, stop in traffic.runs(source):
+                    shape = stop - first, *received.shape[1:]
                     sent = self._peers.get_buffer(source, shape, received.dtype, first * piece_elements)
-                    received[position : position + count].copy_(sent)
-                    position += count
+                    received[position : position + len(sent)].copy_(sent)
+                    position += len(sent)
             done = self._module.Event()
             done.record()
         return done
@@ -102,40 +101,25 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | 
 def _make_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     if device.type != "cuda" or torch.version.cuda is None or dist.get_world_size(group) == 1:
         return None
-    on = os.environ.get(SWITCH, "1") not in ("", "0")
-    hosts, gpus, switches = zip(*_gather((_host(), device.index, on), group), strict=True)
-    if not all(switches) or len(set(hosts)) > 1 or len(set(gpus)) < len(gpus):
-        return None
-    memory, failure = None, ""
     try:
-        links = symmetric_memory.nvlinks()
-        joined = all(0 <= gpu < len(links) and (gpu == device.index or links[device.index][gpu]) for gpu in gpus)
+        links = symmetric_memory.nvlinks()[device.index]
+    except (RuntimeError, IndexError):
+        links = []
+    here = socket.gethostname(), device.index, os.environ.get(SWITCH, "1") not in ("", "0"), links
+    hosts, gpus, switches, all_links = zip(*gather_objects(here, group), strict=True)
+
+    def joins_all(gpu: int, links: list[int]) -> bool:
+        return all(other == gpu or (other < len(links) and links[other]) for other in gpus)
+
+    if len(set(hosts)) > 1 or len(set(gpus)) < len(gpus) or not all(switches) or not all(map(joins_all, gpus, all_links)):
+        return None
+    memory = None
+    try:
+        memory = PeerMemory(group, device)
     except Exception as error:
-        joined, failure = False, str(error)
-    if all(_gather(joined, group)):
-        try:
-            memory = PeerMemory(group, device)
-        except Exception as error:
-            failure = str(error)
-    if failure:
         warnings.warn(
             f"GPU {device.index} cannot share memory with other GPUs of its host, so NCCL moves what ranks exchange, which slows "
-            f"attention that runs beside it; set {SWITCH}=0 to use NCCL without this warning: {failure}",
+            f"attention that runs at the same time; set {SWITCH}=0 to use NCCL without this warning: {error}",
             stacklevel=2,
         )
-    return memory if all(_gather(memory is not None, group)) else None
-
-
-def _host() -> str:
-    """Returns text that is equal for processes that can share memory: the kernel's boot id, and the host or container's name."""
-    try:
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        kernel = ""
-    return f"{socket.gethostname()} {kernel}"
-
-
-def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, mine, group=group)
-    return values
+    return memory if all(gather_objects(memory is not None, group)) else None

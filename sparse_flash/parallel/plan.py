@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Unpack, overload
+from hashlib import sha256
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api.arguments import cast_for_autocast, check_tensors, check_types, resolve_deterministic, resolve_scale
 from ..api.attention import attention
-from ..api.keywords import answers_unknown_keywords
-from ..dispatch.call import AttentionCall
+from ..core.arguments import cast_for_autocast, check_tensors, check_types, resolve_deterministic, resolve_scale
+from ..core.variant import build_variant
 from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
 from ..masks.parsing import parse
 from ..masks.pattern import And, Pattern
 from ..patterns import documents
-from ..variant.variant import Variant, build_variant
 from .agreement import check_agreement
 from .attend import BlockAttention, HeadAttention, Select, resolve_select
 from .estimates import LINK_RATE
-from .exchange import all_to_all
 from .peer_memory import peer_memory
-from .planning import PlanKeywords, PlannedSequence, PlanOptions, Strategy, plan_sequence, to_square_mask
-from .routes import BlockExchange, Peers, Route
+from .planning import Local, PlanKeywords, PlanOptions, Strategy, plan_sequence, to_square_mask
+from .routes import Route
 from .sharding import TokenShards, group_of
 
 
 @overload
 def context_parallel(mask: MaskLike, q_len: int, mesh: DeviceMesh, **options: Unpack[PlanKeywords]) -> ContextPlan: ...
-
-
 @overload
 def context_parallel(
     mask: list[MaskLike] | tuple[MaskLike, ...], q_len: int, mesh: DeviceMesh, **options: Unpack[PlanKeywords]
-) -> ContextPlans: ...
+) -> list[ContextPlan]: ...
 
 
 def context_parallel(
@@ -49,18 +44,18 @@ def context_parallel(
     strategy: Strategy | Literal["auto"] = "auto",
     link_rate: float = LINK_RATE,
     overlap: bool | None = None,
-) -> ContextPlan | ContextPlans:
+) -> ContextPlan | list[ContextPlan]:
     """Plans the attention of one sequence over the ranks of a mesh. Every rank owns equally many tokens, in whole blocks. Their
     queries attend to all tokens of the sequence that the mask keeps.
 
     mask: a Pattern or its spec text, compiled for q_len tokens; or a square BlockMask on any device, which may have a mask for each
-    head. A BlockMask is read on the host. A list gives a mask to each layer and returns ``ContextPlans``. One assignment of tokens
-    then serves all layers and balances their total work. Equal masks are planned and stored once.
+    head. A BlockMask is read on the host. A list gives a mask to each layer and returns a list of plans. One assignment of tokens
+    then serves all layers and balances their total work. Layers with equal masks have the same plan.
     q_len: tokens of the whole sequence.
     mesh: a DeviceMesh of one dimension, such as ``mesh["cp"]`` of a larger one. All of its ranks share the sequence.
     heads, kv_heads: of the attention calls; kv_heads defaults to heads. A plan that may exchange heads needs them.
     block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange. A BlockMask has its own.
-    strategy: "blocks", "queries", "heads" or "auto", as listed below.
+    strategy: "blocks", "heads" or "auto", as listed below.
     link_rate: bytes per second that a rank receives from others. The default was measured between two GPUs that NVLink joins.
     overlap: True makes two calls, one on the rank's own columns while fetched blocks or their gradients travel, and one on fetched
     columns. False makes one call on all columns. None takes what is estimated to be faster, for each pass, the same on all ranks.
@@ -68,10 +63,8 @@ def context_parallel(
     The strategies:
 
     - "blocks": a rank fetches the blocks of keys and values that its queries visit. Each pass has one exchange.
-    - "queries": as "blocks", except for rows that visit more than half of all columns, such as global tokens. If these are few,
-      their queries travel to all ranks instead. Each rank attends them to its own columns, and their owner merges the results.
     - "heads": ranks exchange tokens for heads before the call, and back after it. Between the exchanges, each rank has all tokens
-      of some heads (arXiv:2309.14509). The number of ranks must divide kv_heads.
+      of some heads (arXiv:2309.14509). The number of ranks must divide kv_heads. Each rank owns one piece of the sequence.
     - "auto": for each mask, the strategy whose slowest rank is estimated to take least time. Without heads=, heads are not
       exchanged.
 
@@ -85,43 +78,36 @@ def context_parallel(
     group = group_of(mesh)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap)
-    given = list(mask) if isinstance(mask, (list, tuple)) else [mask]
+    by_layer = mask if isinstance(mask, (list, tuple)) else [mask]
     try:
         options.check(ranks)
-        if not given:
+        if not by_layer:
             raise ValueError("mask must name at least one mask, or be one; got an empty list")
-        masks, layers = _distinct([to_square_mask(one, q_len, block_size) for one in given])
-        numbers = plan_sequence(masks, layers, rank, ranks, options)
-    except (TypeError, ValueError) as error:
+        by_layer = [parse(one) if isinstance(one, str) else one for one in by_layer]
+        different = list(dict.fromkeys(by_layer))
+        masks = [to_square_mask(one, q_len, block_size) for one in different]
+        choice, local_masks = plan_sequence(masks, [by_layer.count(one) for one in different], rank, ranks, options)
+    except Exception as error:
         check_agreement(error, group)
         raise
-    in_words = [_describe_mask(given[layers.index(number)], one) for number, one in enumerate(masks)]
-    words = ", ".join(in_words) + (f" for layers {layers}" if isinstance(mask, (list, tuple)) else "")
-    facts = {"mask": words, "q_len": str(q_len), **options.facts(), "block_size": str(masks[0].block_size), **numbers.decisions}
-    check_agreement(facts, group)
-    starts = [_document_starts(one) for one in given]
-    plans = plans_of(numbers, options, mesh, tuple(sorted(set.intersection(*starts))))
-    return plans if isinstance(mask, (list, tuple)) else plans[0]
-
-
-def plans_of(numbers: PlannedSequence, options: PlanOptions, mesh: DeviceMesh, cu_seqlens: tuple[int, ...]) -> ContextPlans:
-    """Makes a plan for each layer. cu_seqlens: the bounds of documents."""
-    positions = numbers.owners.positions(numbers.sizes.q_len, numbers.sizes.block_size)
-    device = torch.empty(0, device=mesh.device_type).device
-    shards = TokenShards(numbers.sizes.q_len, positions, cu_seqlens, group_of(mesh), device)
-    plans = [ContextPlan(shards, numbers, number, options) for number in range(len(numbers.masks))]
-    return ContextPlans(shards, [plans[number] for number in numbers.layers])
-
-
-def _unsupported(function: str, known: list[str], unknown: list[str]) -> ValueError:
-    return ValueError(
-        f"plan.attention does not support {', '.join(sorted(unknown))}; it takes select, scale, dropout_p, sinks, return_lse, "
-        "deterministic and backend; use sf.attention on one GPU for the rest"
+    layers = [different.index(one) for one in by_layer]
+    words = ", ".join(map(_describe_mask, different, masks)) + (f" for layers {layers}" if len(layers) > 1 else "")
+    assignment = f"{choice.owners.name} ({sha256(choice.owners.blocks.tobytes()).hexdigest()[:12]})"
+    decided = {"strategy": ", ".join(choice.strategies), "assignment": assignment}
+    check_agreement(
+        {"mask": words, "q_len": str(q_len), **options.facts(), "block_size": str(masks[0].block_size)} | decided, group
     )
+    device = torch.empty(0, device=mesh.device_type).device
+    starts = set.intersection(*map(_document_starts, different))
+    positions = choice.owners.positions(q_len, masks[0].block_size)
+    shards = TokenShards(q_len, positions, tuple(sorted(starts)), group, device)
+    planned = zip(masks, choice.strategies, local_masks, strict=True)
+    plans = [ContextPlan(shards, choice.owners.name, options, *one) for one in planned]
+    return [plans[number] for number in layers] if isinstance(mask, (list, tuple)) else plans[0]
 
 
 class ContextPlan(TokenShards):
-    """Holds one rank's view of a sequence that several ranks share. ``context_parallel`` and ``ContextParallel`` make plans.
+    """Holds one rank's view of a sequence that several ranks share. ``context_parallel`` makes plans.
 
     tokens: int, the tokens of this rank, the same number on every rank. Some ranks have padding at their end. A plan of one rank
     has none. q_len: tokens of the whole sequence.
@@ -129,26 +115,22 @@ class ContextPlan(TokenShards):
     embeddings use them, for instance.
     document_positions: (tokens,) int64 on the plan's device, each token's position in its document, for a mask with documents.
     exists: (tokens,) bool on the plan's device, False for padding.
-    mask: of the whole sequence, on the CPU. strategy: "blocks", "queries" or "heads". rank: this rank. ranks: their number. device:
-    of the plan's tensors. overlap: (forward, backward), whether a pass makes two calls, one of which overlaps the exchange.
+    mask: of the whole sequence, on the CPU. strategy: "blocks" or "heads". rank: this rank. ranks: their number. device: of the
+    plan's tensors. overlap: (forward, backward), whether a pass makes two calls, one of which overlaps the exchange.
     """
 
-    def __init__(self, shards: TokenShards, numbers: PlannedSequence, number: int, options: PlanOptions):
-        """number: of the plan's mask among the planned masks."""
+    def __init__(self, shards: TokenShards, owners: str, options: PlanOptions, mask: BlockMask, strategy: Strategy, local: Local):
+        """owners: their name. local: see ``plan_sequence``."""
         vars(self).update(vars(shards))  # the same tensors under all masks
-        self.mask, self.strategy = numbers.masks[number], numbers.strategies[number]
-        self._costs, self._assigned = numbers.costs[number], numbers.owners.name
-        self._sizes, self._knows_heads = numbers.sizes, options.heads is not None
-        self._peers, self.overlap = Peers(self.group).handle(), (False, False)
+        self.mask, self.strategy, self.overlap, self._assigned = mask, strategy, (False, False), owners
+        self._heads = None if options.heads is None else (options.heads, options.kv_heads or options.heads)
         # On one rank, the mask itself.
         self._local: BlockMask | HeadAttention | BlockAttention
-        local = numbers.local_masks[number]
-        if isinstance(local, BlockExchange):
-            of_device, memory = local.to(self.device), peer_memory(self.group, self.device)
-            self._local = BlockAttention(Route(group=self.group, memory=memory, **vars(of_device)), self.device)
-            self.overlap = local.overlap
+        if isinstance(local, Route):
+            route = local.to(self.device, self.group, peer_memory(self.group, self.device))
+            self._local, self.overlap = BlockAttention(route, self.device), local.overlap
         else:
-            self._local = local.to(self.device) if isinstance(local, BlockMask) else HeadAttention(local, shards, self._peers)
+            self._local = local.to(self.device) if self.ranks == 1 else HeadAttention(local, shards)
 
     def __repr__(self) -> str:
         return (
@@ -156,7 +138,6 @@ class ContextPlan(TokenShards):
             f"{self._assigned}; this is rank {self.rank})"
         )
 
-    @answers_unknown_keywords(_unsupported)
     def attention(
         self,
         q: torch.Tensor,
@@ -165,7 +146,6 @@ class ContextPlan(TokenShards):
         *,
         select: Select | None = None,
         scale: float | None = None,
-        dropout_p: float = 0.0,
         sinks: torch.Tensor | None = None,
         return_lse: bool = False,
         deterministic: bool | None = None,
@@ -180,8 +160,6 @@ class ContextPlan(TokenShards):
         tokens in order, without padding. Rank r gets heads / ranks heads of q, from number r * heads / ranks on, and the matching
         kv_heads / ranks heads of k.
         scale, sinks, return_lse: as for ``sf.attention``.
-        dropout_p: as for ``sf.attention``, the same on all ranks. The ranks together drop what one GPU drops with the first rank's
-        seed. Each rank draws a seed, so all generators advance. A BlockSelection takes no dropout.
         deterministic: as for ``sf.attention``. With True, gradients have the same bits in every run with equally many ranks.
         backend: as for ``sf.attention``; "reference" under strategy "heads" only.
 
@@ -196,43 +174,30 @@ class ContextPlan(TokenShards):
         """
         check_types(q, k, v)
         q, k, v = cast_for_autocast(q, k, v)
-        if isinstance(self._local, BlockMask):
-            mask = self._local if select is None else resolve_select(select, q, k)
-            # fmt: off
-            return attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, sinks=sinks, return_lse=return_lse,
-                             deterministic=deterministic, backend=backend)
-            # fmt: on
+        scale, deterministic = resolve_scale(scale, q.shape[3]), resolve_deterministic(deterministic)
+        options: dict[str, Any] = {"scale": scale, "deterministic": deterministic, "backend": backend}
+        local = self._local
+        if isinstance(local, BlockMask):
+            mask = local if select is None else resolve_select(select, q, k)
+            return attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
         self._check(q, k, v)
-        by_blocks = isinstance(self._local, BlockAttention)
-        if select is not None and by_blocks:
+        if sinks is not None:
+            build_variant(q, k, sinks=sinks)  # raises if they do not fit
+        if isinstance(local, HeadAttention):
+            out, lse = local.attend([q, k, v], select, sinks, return_lse, **options)
+            return out if lse is None else (out, lse)
+        if select is not None:
             raise ValueError(
                 f"select needs all tokens of a head on one rank; this plan's strategy is {self.strategy!r}; pass strategy='heads' "
                 "to context_parallel, with a number of ranks that divides kv_heads"
             )
-        if backend == "reference" and by_blocks:
+        if backend == "reference":
             raise ValueError(
                 "backend 'reference' needs all keys of a query in one call; got a plan of strategy "
                 f"{self.strategy!r}, whose calls get some of them; pass backend='torch', or strategy='heads' to context_parallel"
             )
-        scale, deterministic = resolve_scale(scale, q.shape[3]), resolve_deterministic(deterministic)
-        variant = self._build_variant(q, k, dropout_p, sinks)
-        call = AttentionCall(q, k, v, None, None, scale, deterministic, backend, variant)
-        local = self._local
-        out, lse = local.attend(call) if isinstance(local, BlockAttention) else local.attend(call, select, return_lse)
-        return out if lse is None or not return_lse else (out, lse)
-
-    def _build_variant(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float, sinks: torch.Tensor | None) -> Variant | None:
-        """Returns sinks, the seed of all ranks and, if this rank has only some heads, their batch-heads. q, k: with all heads."""
-        drawn = build_variant(q, k, dropout_p=dropout_p, sinks=sinks)
-        if drawn is None or drawn.seed is None:  # dropout_p may round to 0
-            return drawn
-        batch_heads = None
-        if self.strategy == "heads":
-            batch, heads = q.shape[:2]
-            by_rank = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self.ranks, -1)
-            batch_heads = by_rank[:, self.rank].contiguous()
-        seeds = all_to_all(drawn.seed.expand(self.ranks, -1), self._peers)  # by an operator, which checkpointing keeps or repeats
-        return drawn._replace(seed=seeds[0], batch_heads=batch_heads)
+        out, lse = local.attend(q, k, v, sinks, scale, deterministic, backend)
+        return (out, lse) if return_lse else out
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_tensors(q, k, v)
@@ -246,70 +211,23 @@ class ContextPlan(TokenShards):
             raise ValueError(
                 f"q must be on the plan's device {self.device}; got {q.device}; make the mesh for {q.device.type}, or move q"
             )
-        if self._knows_heads and (q.shape[1], k.shape[1]) != (self._sizes.heads, self._sizes.kv_heads):
+        if self._heads is not None and (q.shape[1], k.shape[1]) != self._heads:
             raise ValueError(
-                f"q and k must have the plan's {self._sizes.heads} query and {self._sizes.kv_heads} key heads; got {q.shape[1]} "
+                f"q and k must have the plan's {self._heads[0]} query and {self._heads[1]} key heads; got {q.shape[1]} "
                 f"and {k.shape[1]}; pass heads= and kv_heads= of these calls to context_parallel"
             )
         check_batch_and_heads(self.mask.mask_index.shape, *q.shape[:2])
 
-    def explain(self) -> str:
-        """Returns a line for each strategy that was estimated: the time of a forward pass with head_dim 128 in 16 bits, the most
-        that a rank receives, and the visited blocks of the heaviest rank / the mean. The plan takes the fastest."""
-        lines = [
-            f"{name:8}{1e3 * seconds:10.2f} ms,{received / 2**20:10,.1f} MiB received, heaviest / mean work {balance:.2f}"
-            for name, (seconds, received, balance) in self._costs.items()
-        ]
-        return "\n".join([repr(self), *lines])
-
-
-class ContextPlans(TokenShards, Sequence[ContextPlan]):
-    """Holds the plans of a model's layers over one assignment of tokens. ``plans[i]`` is the ``ContextPlan`` of layer i, the same
-    object for layers with equal masks. tokens, positions, exists, shard, unshard and its other attributes of tokens mean the same
-    as in a ContextPlan."""
-
-    def __init__(self, shards: TokenShards, by_layer: list[ContextPlan]):
-        vars(self).update(vars(shards))
-        self._by_layer = by_layer
-
-    def __len__(self) -> int:
-        return len(self._by_layer)
-
-    @overload
-    def __getitem__(self, layer: int) -> ContextPlan: ...
-    @overload
-    def __getitem__(self, layer: slice) -> list[ContextPlan]: ...
-
-    def __getitem__(self, layer: int | slice) -> ContextPlan | list[ContextPlan]:
-        return self._by_layer[layer]
-
-    def __repr__(self) -> str:
-        return f"ContextPlans of {len(self)} layers, {len(set(map(id, self)))} different; {self[0]!r}"
-
-
-def _distinct(masks: list[BlockMask]) -> tuple[list[BlockMask], list[int]]:
-    """Returns (the different masks, for each of ``masks`` the number of its equal among these)."""
-    if other := next((mask for mask in masks if mask.block_size != masks[0].block_size), None):
-        raise ValueError(
-            f"the masks of all layers must have one block_size, the unit that ranks own; got {masks[0].block_size} and "
-            f"{other.block_size}; compile them alike, or pass patterns"
-        )
-    if len(masks) == 1:
-        return masks, [0]
-    found = {mask.digest: mask for mask in masks}
-    return list(found.values()), [list(found).index(mask.digest) for mask in masks]
-
 
 def _document_starts(given: MaskLike) -> set[int]:
     """Returns the first tokens of the documents that all pairs of a pattern lie in; {0} for one document, and for a table."""
-    pattern = parse(given) if isinstance(given, str) else given
-    parts = pattern.operands if isinstance(pattern, And) else [pattern]
+    parts = given.operands if isinstance(given, And) else [given]
     return {0}.union(*(one.cu_seqlens[:-1] for one in parts if isinstance(one, documents)))
 
 
 def _describe_mask(given: MaskLike, whole: BlockMask) -> str:
     try:
-        text = given.to_spec() if isinstance(given, Pattern) else given if isinstance(given, str) else ""
+        text = given.to_spec() if isinstance(given, Pattern) else ""
     except ValueError:
         text = ""  # a pattern of a function has no text, and its repr differs from rank to rank
-    return f"{whole.digest.hex()[:12]}{' of ' * bool(text)}{text}"
+    return f"{whole.digest.hex()[:12]}{' of ' * bool(text)}{text[:100]}"

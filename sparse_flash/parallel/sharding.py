@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -50,12 +50,6 @@ class TokenShards:
 
     __deepcopy__ = __copy__
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a plan belongs to the ranks of this run, so it cannot be pickled, nor can a layer or model that holds it; save a "
-            "state_dict, which has no plan, and make the plan again on every rank"
-        )
-
     @cached_property
     def document_positions(self) -> torch.Tensor:
         """Returns (tokens,) int64, on the plan's device: each token's position in its document."""
@@ -80,10 +74,8 @@ class TokenShards:
         """Returns this rank's tokens of x, with ``fill`` for padding: dimension ``dim`` has ``tokens`` elements instead of q_len.
 
         x: all tokens in natural order, on any device. The result is differentiable in x. Shift labels before sharding them: the
-        next token may be on another rank. Raises TypeError if x is no tensor, ValueError if ``dim`` does not hold q_len tokens.
+        next token may be on another rank. Raises ValueError if ``dim`` does not hold q_len tokens.
         """
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x must be a tensor of all {self.q_len} tokens; got {type(x).__name__}")
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.q_len:
             raise ValueError(
                 f"dimension {dim} of x must hold the {self.q_len} tokens of the whole sequence; got shape {tuple(x.shape)}; pass "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..backends import triton as triton_backend
 from ..compat.pytorch import sleep_cycles
+from ..core import triton as triton_backend
 from ..kernels.common.streams import current_device
 from . import peer_memory
 from .peer_memory import PeerMemory
@@ -42,13 +43,13 @@ class PendingExchange(NamedTuple):
 class Message(NamedTuple):
     """Holds the pieces that this rank sends next. Fill ``pieces``, then ``send`` them.
 
-    pieces: (sent pieces, *piece), contiguous. memory: holds the pieces where all ranks read them, laid out by ``traffic.layout``;
-    None if the process group moves them. All ranks have it, or none has.
+    pieces: (sent pieces, *piece), contiguous. memory: holds the pieces where all ranks read them, each once; None if the process
+    group moves them. All ranks have it, or none has.
     """
 
     pieces: torch.Tensor
     traffic: Traffic
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     memory: PeerMemory | None
 
     @classmethod
@@ -56,11 +57,12 @@ class Message(NamedTuple):
         """Returns a message of uninitialized pieces in shape and dtype of the pieces of ``like``, (pieces, *piece). Collective."""
         piece = like.shape[1:]
         piece_bytes = piece.numel() * like.element_size()
-        if route.memory is None or traffic.longest * piece_bytes < peer_memory.LEAST_BYTES:
-            return cls(like.new_empty(traffic.sent, *piece), traffic, route.group, None)
-        counts = traffic.layout.pieces
-        pieces = route.memory.allocate(max(counts) * piece_bytes, counts[traffic.rank], *piece, dtype=like.dtype)
-        return cls(pieces, traffic, route.group, route.memory)
+        memory = route.memory
+        if memory is None or traffic.longest * piece_bytes < peer_memory.LEAST_BYTES or not traffic.has_few_runs:
+            return cls(like.new_empty(sum(traffic.sends), *piece), traffic, route.group, None)
+        counts = [of_rank.shape[1] for of_rank in traffic.wanted]
+        pieces = memory.allocate(max(counts) * piece_bytes, counts[traffic.rank], *piece, dtype=like.dtype)
+        return cls(pieces, traffic, route.group, memory)
 
     def send(self, received: torch.Tensor | None = None) -> PendingExchange:
         """Starts the exchange that fills ``received``, contiguous, piece after piece. None: a new tensor."""
@@ -115,21 +117,15 @@ def unpack(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Ten
     return split_packed(as_tokens(packed), head_dim)
 
 
-def pack_with_space(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
-    """Returns k and v packed into blocks, followed by ``count`` uninitialized blocks."""
+def append_fetched(
+    k: torch.Tensor, v: torch.Tensor, count: int, block_size: int, wait: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (k, v) of the rank's tokens, then of ``count`` fetched blocks. wait: returns these; k and v are copied before."""
+    if not count:
+        wait()
+        return k, v
     own = k.shape[2] // block_size
     blocks = empty_blocks(k, v, own + count, block_size)
     pack(k, v, blocks[:own])
-    return blocks
-
-
-def append_fetched(
-    k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, space: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (k, v) of the rank's tokens, then of the fetched blocks. space: from ``pack_with_space``, or None."""
-    if not len(fetched):
-        return k, v
-    if space is None:
-        space = pack_with_space(k, v, len(fetched), fetched.shape[1])
-    space[len(space) - len(fetched) :] = fetched
-    return unpack(space, k.shape[3])
+    blocks[own:] = wait()
+    return unpack(blocks, k.shape[3])

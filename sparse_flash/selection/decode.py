@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import E4M3, Call, cache_capacity, check_read_pages, compute_dtype, dequantized, empty_out, hopper, lse_to_subtract
-from ..backends import triton as triton_backend
-from ..backends.torch import without_autocast
 from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
-from ..kernels.common.layout import as_contiguous_rows, restore_out
+from ..core import hopper
+from ..core import triton as triton_backend
+from ..core.caches import E4M3, cache_capacity, check_read_pages, dequantized
+from ..core.description import Call
+from ..core.results import compute_dtype, lse_to_subtract
+from ..core.torch import without_autocast
+from ..kernels.common.layout import as_contiguous_rows, empty_out, restore_out
 from ..kernels.common.streams import current_device
 from .block_selection import BlockSelection
 
@@ -41,21 +44,18 @@ def decode(
     backend: str,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``. scales: of e4m3 k and v."""
-    picks, every = selection.picks, selection.every
+    """(out, lse) of a back end that supports the call, see ``core/backends``.
+    selection: without ``always``. scales: of e4m3 k and v."""
     by_kernel = backend != "torch"
-    # torch.compile looks into operations, but not into a kernel.
-    whole = not is_plain_eager(q, k, v) and (by_kernel or not torch.compiler.is_compiling())
-    call = q, k, v, picks, selection.block_size, every, scale, by_kernel, kv_lens, block_table, *scales
-    return (_decode_operator if whole else _decode)(*call)
+    call = q, k, v, selection.picks, selection.block_size, scale, by_kernel, kv_lens, block_table, *scales
+    return (_decode if is_plain_eager(q, k, v) else _decode_operator)(*call)
 
 
 def _decode(
-    q: Tensor, k: Tensor, v: Tensor, picks: Tensor, block_size: int, every: int, scale: float, by_kernel: bool, *rest: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, picks: Tensor, block_size: int, scale: float, by_kernel: bool, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """rest: kv_lens, block_table, k_scale, v_scale."""
     if not by_kernel:
-        picks = picks if every == 1 else picks.repeat_interleave(every, 2)[:, :, : q.shape[2]]
         return decode_by_operations(q, k, v, picks, block_size, scale, *rest)
     from .kernels.decode import selection_decode
 
@@ -64,12 +64,12 @@ def _decode(
     ready, keys, values = (as_contiguous_rows(x, in_pairs=k.dtype == E4M3) for x in (q, k, v))
     options = {"kv_lens": kv_lens, "block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
     with current_device(q.device):
-        out, lse = selection_decode(ready, keys, values, picks.contiguous(), block_size, every, scale, **options)
+        out, lse = selection_decode(ready, keys, values, picks.contiguous(), block_size, scale, **options)
     return restore_out(out, ready, q, v), lse
 
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor picks, SymInt block_size, SymInt every, float scale, bool by_kernel, "
+    "(Tensor q, Tensor k, Tensor v, Tensor picks, SymInt block_size, float scale, bool by_kernel, "
     "Tensor? kv_lens, Tensor? block_table, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)"
 )
 _decode_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _decode, mutates_args=(), schema=_SCHEMA)

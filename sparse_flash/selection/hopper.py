@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backends import Call
-from ..backends import hopper as backend_of_masks
+from ..core import hopper as backend_of_masks
+from ..core.description import Call
 from . import triton
 from .block_selection import BlockSelection
 

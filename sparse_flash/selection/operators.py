@@ -1,6 +1,6 @@
 """PyTorch operators of attention over picked blocks: what torch.compile, autograd and autocast see.
 
-A selection crosses the boundary as its picks, the tensors of ``always`` (or again the picks: see ``dispatch/operators``) and its
+A selection crosses the boundary as its picks, the tensors of ``always`` (or again the picks: see ``core/operators``) and its
 numbers. A back end is a module of this package with
 
     supports(call, selection) -> str | None
@@ -9,7 +9,7 @@ numbers. A back end is a module of this package with
     block_lse(q, k, selection, scale) -> (batch, heads, q_len, n), for each picked block the lse of its pairs, -inf without pairs
     block_lse_backward(dblock_lse, q, k, block_lse, selection, scale) -> (dq, dk)
 
-with shapes as for the back ends of masks (``backends``). Gradients repeat bit for bit, whether asked or not.
+with shapes as for the back ends of masks (``core/backends``). Gradients repeat bit for bit, whether asked or not.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from .. import backends
 from ..compat.names import operator_name
-from ..dispatch.operators import make_empty_results, prepare_upstream, refuse_batched, refuse_second_derivatives, refuse_transforms
+from ..core import backends
+from ..core.description import Call
+from ..core.operators import make_empty_results, prepare_upstream, refuse_batched, refuse_second_derivatives, refuse_transforms
+from ..core.results import QueryRows, compute_dtype
+from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
 from . import hopper, reference, triton
 from . import torch as selection_torch
 from .block_selection import BlockSelection
 
-_Packed: TypeAlias = tuple[Tensor, list[Tensor], int, int, int, bool]
-_Call: TypeAlias = tuple[Tensor, list[Tensor], int, int, int, bool, float | None, str]
+_Packed: TypeAlias = tuple[Tensor, list[Tensor], int, int]
+_Call: TypeAlias = tuple[Tensor, list[Tensor], int, int, float | None, str]
 
 BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": triton, "torch": selection_torch, "reference": reference}
 
@@ -61,11 +64,11 @@ def _pack_selection(selection: BlockSelection) -> _Packed:
     """A selection in the form an operator takes."""
     always = selection.always
     tables, size = ([selection.picks], 0) if always is None else (always.tensors(), always.block_size)
-    return selection.picks, tables, size, selection.block_size, selection.every, selection.own
+    return selection.picks, tables, size, selection.block_size
 
 
 # The last arguments of each operator: ``_Packed``, the scale and the back end.
-_CALL = "Tensor picks, Tensor[] tables, SymInt tables_block, SymInt block_size, SymInt every, bool own, float? scale, str backend"
+_CALL = "Tensor picks, Tensor[] tables, SymInt tables_block, SymInt block_size, float? scale, str backend"
 
 
 def _define_operator(name: str, tensors: str, results: str) -> Callable[[Callable[..., object]], CustomOpDef]:
@@ -76,15 +79,15 @@ def _define_operator(name: str, tensors: str, results: str) -> Callable[[Callabl
 
 def _prepare_call(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[ModuleType, BlockSelection, float]:
     """(back end, selection, scale) of a call; the same for both passes."""
-    picks, tables, tables_block, block_size, every, own, scale, backend = call
+    picks, tables, tables_block, block_size, scale, backend = call
     q_len, kv_len = q.shape[2], k.shape[2]
     always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
-    selection = BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
+    selection = BlockSelection(picks, q_len, kv_len, block_size, always)
 
-    def supports(name: str, call: backends.Call) -> str | None:
+    def supports(name: str, call: Call) -> str | None:
         return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
 
-    name = backends.choose_backend(backend, backends.Call.from_tensors(q, k, v, block_size), supports)
+    name = backends.choose_backend(backend, Call.from_tensors(q, k, v, block_size), supports)
     return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
 
 
@@ -96,7 +99,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Te
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Tensor]:
-    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=backends.compute_dtype(q))
+    return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
 @_define_operator(
@@ -108,7 +111,7 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: *_Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     chosen, selection, scale = _prepare_call(q, k, v, *call)
-    return chosen.backward(backends.QueryRows(q, dout, dlse, out, lse), k, v, selection, scale)
+    return chosen.backward(QueryRows(q, dout, dlse, out, lse), k, v, selection, scale)
 
 
 @_backward.register_fake
@@ -124,7 +127,7 @@ def _block_lse(q: Tensor, k: Tensor, *call: *_Call) -> Tensor:
 
 @_block_lse.register_fake
 def _(q: Tensor, k: Tensor, *call: *_Call) -> Tensor:
-    return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=backends.compute_dtype(q))
+    return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=compute_dtype(q))
 
 
 @_define_operator("picked_block_lse_backward", "Tensor dblock_lse, Tensor q, Tensor k, Tensor block_lse", "(Tensor, Tensor)")
@@ -140,7 +143,7 @@ def _(dblock_lse: Tensor, q: Tensor, k: Tensor, *call: Any) -> tuple[Tensor, Ten
 
 def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
     """inputs: q, k and perhaps v, then ``_Call``."""
-    tensors, (picks, tables, *ctx.options) = inputs[:-8], inputs[-8:]
+    tensors, (picks, tables, *ctx.options) = inputs[:-6], inputs[-6:]
     results = output if isinstance(output, tuple) else (output,)
     ctx.save_for_backward(*tensors, *results, picks, *tables)
     ctx.set_materialize_grads(False)

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import Call, QueryRows
-from ..backends import triton as backend_of_masks
+from ..core import triton as backend_of_masks
+from ..core.description import Call
+from ..core.results import QueryRows
 from ..kernels.common.config import padded_head_dim
 from ..kernels.common.layout import as_addressable, empty_out, restore_layout, restore_out
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from .block_selection import BlockSelection
 from .kernels import division
-from .kernels.division import TILE_ROWS, Rounds, SelectionSizes
+from .kernels.division import TILE_ROWS, Round, SelectionSizes
 
 if TYPE_CHECKING:
     from .kernels.lists import Pieces
@@ -37,13 +38,13 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
         return reason
     if call.features:
         return f"it takes no {', '.join(sorted(call.features))} beside a selection"
-    batch, pickers, choices, slots = selection.picks.shape
+    batch, pickers, q_len, slots = selection.picks.shape
     members = call.heads // pickers
     if members > TILE_ROWS:
-        return f"it runs up to {TILE_ROWS} query heads that share a choice; got {members}"
-    if batch * pickers * choices * slots > MOST_PICKS:
-        return f"it runs up to {MOST_PICKS:,} picks; got {batch} x {pickers} x {choices:,} x {slots}"
-    together = max(1, TILE_ROWS // members // selection.every) * slots
+        return f"it runs up to {TILE_ROWS} query heads that share picks; got {members}"
+    if batch * pickers * q_len * slots > MOST_PICKS:
+        return f"it runs up to {MOST_PICKS:,} picks; got {batch} x {pickers} x {q_len:,} x {slots}"
+    together = TILE_ROWS // members * slots
     if together > MOST_TOGETHER:
         return f"it runs up to {MOST_TOGETHER:,} picks of the queries of a tile; got {together:,}"
     return None
@@ -52,7 +53,7 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
 def _sizes(q: Tensor, k: Tensor, selection: BlockSelection) -> SelectionSizes:
     (batch, heads, q_len), (kv_heads, kv_len) = q.shape[:3], k.shape[1:3]
     pickers, slots = selection.picks.shape[1] // kv_heads, selection.picks.shape[3]
-    return SelectionSizes(batch, heads, kv_heads, q_len, kv_len, selection.every, slots, pickers, selection.block_size)
+    return SelectionSizes(batch, heads, kv_heads, q_len, kv_len, slots, pickers, selection.block_size)
 
 
 def forward(
@@ -66,22 +67,18 @@ def forward(
     picks, always, sizes = selection.picks, selection.always, _sizes(q, k, selection)
     ready = [as_addressable(t) for t in (q, k, v)]
     operands = SelectionOperands(*ready)
-    rows, dim_v = sizes.rows_of_choice, padded_head_dim(ready[2].shape[3])
-    visits_all = division.visits_all(sizes)
-    rounds = division.plan_forward(sizes, dim_v, q.element_size())
+    rows, dim_v = sizes.members, padded_head_dim(ready[2].shape[3])
+    rounds = division.plan_rounds(sizes, rows * (dim_v * q.element_size() + 4), 0)
+    entries = division.count_entries(sizes, rounds)
+    parts, part_lse = q.new_empty(entries, rows, dim_v), q.new_empty(entries, rows, dtype=torch.float32)
     out = empty_out(ready[0], ready[2].shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with current_device(q.device):
-        visited = lists.visited_blocks(picks, sizes, division.least_choices(sizes))
-        listed = parts = part_lse = None
-        if not visits_all:
-            columns = lists.column_lists(picks, visited, sizes, rounds, division.forward_piece_size(sizes))
-            entries = rounds.heads * sizes.pickers * rounds.choices * sizes.slots
-            listed, parts, part_lse = columns.counts, q.new_empty(entries, rows, dim_v), lse.new_empty(entries, rows)
-        for each in rounds.all:
-            if not visits_all:
-                (parts_kernel or picked_parts)(operands, columns, parts, part_lse, sizes, each, scale)
-            visit_blocks(operands, picks, visited, listed, parts, part_lse, always, out, lse, sizes, each, scale)
+        visited = lists.visited_blocks(picks, sizes)
+        columns = lists.column_lists(picks, visited, sizes, rounds, division.forward_piece_size(sizes))
+        for each in rounds:
+            (parts_kernel or picked_parts)(operands, columns, parts, part_lse, sizes, each, scale)
+            visit_blocks(operands, picks, visited, columns.counts, parts, part_lse, always, out, lse, sizes, each, scale)
     return restore_out(out, ready[0], q, v), lse
 
 
@@ -100,21 +97,19 @@ def backward(
     dq, dk, dv = (torch.empty_like(t) for t in ready)
     log2_sum, delta = torch.empty_like(lse), torch.empty_like(lse)
     operands = SelectionOperands(ready[0], ready[1], ready[2], dout, log2_sum, delta)
-    visits_all = division.visits_all(sizes)
     gathering = gathering or kernels
-    space = _backward_workspace(ready, sizes, always, not visits_all, gathering)
+    space = _backward_workspace(ready, sizes, always, gathering)
     with current_device(q.device):
         kernels.preprocess_backward(out, dout, lse, None if dlse is None else dlse.contiguous(), log2_sum, delta)
-        visited = lists.visited_blocks(picks, sizes, 1) if visits_all else None
         columns = lists.column_lists(picks, None, sizes, space.rounds, space.most)
-        for each in space.rounds.all:
+        for each in space.rounds:
             gathering.picked_grads(operands, columns, space.parts, space.k_sums.pieces, space.v_sums.pieces, sizes, each, scale)
-            if always is not None and each.choice == 0:
+            if always is not None and each.query == 0:
                 of_always = space.always, space.k_sums.always, space.v_sums.always
                 kernels.always_grads(operands, picks, always, *of_always, sizes, each, scale)
             kernels.sum_key_grads(dk, space.k_sums, columns, space.always, always, sizes, each, scale)
             kernels.sum_key_grads(dv, space.v_sums, columns, space.always, always, sizes, each, 1.0)
-            kernels.sum_query_grads(operands, picks, visited, columns, space.parts, always, dq, sizes, each, scale)
+            kernels.sum_query_grads(operands, picks, columns, space.parts, always, dq, sizes, each, scale)
     return restore_layout(dq, ready[0], q), restore_layout(dk, ready[1], k), restore_layout(dv, ready[2], v)
 
 
@@ -131,7 +126,7 @@ def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float) -> 
     rounds = division.plan_rounds(sizes, 0, 0)
     with current_device(q.device):
         columns = lists.column_lists(selection.picks, None, sizes, rounds, division.forward_piece_size(sizes))
-        for each in rounds.all:
+        for each in rounds:
             picked_parts(operands, columns, None, masses, sizes, each, scale)
     return masses
 
@@ -148,13 +143,13 @@ def block_lse_backward(
     ready = [as_addressable(t) for t in (q, k)]
     dq, dk = (torch.empty_like(t) for t in ready)
     operands = SelectionOperands(ready[0], ready[1], ready[1], None, masses, dmasses.contiguous())
-    space = _backward_workspace((*ready, ready[1]), sizes, None, True, kernels)
+    space = _backward_workspace((*ready, ready[1]), sizes, None, kernels)
     with current_device(q.device):
         columns = lists.column_lists(picks, None, sizes, space.rounds, space.most)
-        for each in space.rounds.all:
+        for each in space.rounds:
             kernels.picked_grads(operands, columns, space.parts, space.k_sums.pieces, space.k_sums.pieces, sizes, each, scale)
             kernels.sum_key_grads(dk, space.k_sums, columns, None, None, sizes, each, scale)
-            kernels.sum_query_grads(operands, picks, None, columns, space.parts, None, dq, sizes, each, scale)
+            kernels.sum_query_grads(operands, picks, columns, space.parts, None, dq, sizes, each, scale)
     return restore_layout(dq, ready[0], q), restore_layout(dk, ready[1], k)
 
 
@@ -168,21 +163,21 @@ class _Sums(NamedTuple):
 
 
 class _BackwardWorkspace(NamedTuple):
-    """most: entries of a piece. always: the pieces of ``always``. parts: of dQ, (entries of a round, steps of a block, rows of a
-    choice, padded head_dim), or None."""
+    """most: entries of a piece. always: the pieces of ``always``. parts: of dQ, (entries of a round, steps of a block, members,
+    padded head_dim)."""
 
-    rounds: Rounds
+    rounds: list[Round]
     most: int
     always: Pieces | None
-    parts: Tensor | None
+    parts: Tensor
     k_sums: _Sums
     v_sums: _Sums
 
 
 def _backward_workspace(
-    ready: Sequence[Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool, gathering: ModuleType
+    ready: Sequence[Tensor], sizes: SelectionSizes, always: BlockMask | None, gathering: ModuleType
 ) -> _BackwardWorkspace:
-    """ready: q, k and v. with_parts: whether dQ comes as parts. gathering: the module of ``picked_grads``."""
+    """ready: q, k and v. gathering: the module of ``picked_grads``."""
     from .kernels import lists
     from .kernels.backward import keys_per_sum
 
@@ -190,14 +185,14 @@ def _backward_workspace(
     dim, dim_v = (padded_head_dim(t.shape[3]) for t in (k, v))
     keys = gathering.keys_per_part(q, v, sizes)
     steps = sizes.block // keys
-    rounds = division.plan_backward(sizes, dim, dim_v, q.element_size(), keys, with_parts)
-    entries, most = rounds.heads * sizes.pickers * rounds.choices * sizes.slots, division.backward_piece_size(sizes, rounds)
-    parts = q.new_empty(entries, steps, sizes.rows_of_choice, dim) if with_parts else None
+    rounds = division.plan_backward(sizes, dim, dim_v, q.element_size(), keys)
+    heads, entries, most = rounds[0].heads, division.count_entries(sizes, rounds), division.backward_piece_size(sizes, rounds)
+    parts = q.new_empty(entries, steps, sizes.members, dim)
     pieces = None if always is None else lists.always_pieces(always, sizes.heads // sizes.kv_heads)
-    rows = (rounds.heads * sizes.key_blocks + entries // most) * sizes.block
-    of_always = None if pieces is None or always is None else rounds.heads * pieces.items.shape[1] * always.block_size
+    rows = (heads * sizes.key_blocks + entries // most) * sizes.block
+    of_always = None if pieces is None or always is None else heads * pieces.items.shape[1] * always.block_size
     unit = keys_per_sum(sizes, always)
-    of_head = rounds.heads * -(-sizes.kv_len // unit) * unit if rounds.choices < sizes.choices else None
+    of_head = heads * -(-sizes.kv_len // unit) * unit if rounds[0].stride < sizes.q_len else None
 
     def sums(width: int) -> _Sums:
         made: Any = (None if of is None else q.new_empty(of, width, dtype=torch.float32) for of in (rows, of_always, of_head))

@@ -9,7 +9,6 @@ import io
 import os
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..masks.block_mask import BlockMask
-from ..masks.parsing import fill_layout
-from ..masks.pattern import Pattern
-from ..selection.block_selection import BlockSelection
 from .subject import resolve_mask
 
 if TYPE_CHECKING:
@@ -30,7 +26,7 @@ if TYPE_CHECKING:
 DEFAULT_LEN = 4096
 _MOST_DENSE_PAIRS = 1 << 24  # masks of up to this many pairs are drawn from their tokens
 _MOST_CELLS = 512  # on a side of a file's picture
-_SIGNS = "·░▒▓█", ".-+*#"  # empty, up to a third, two thirds, all but all, all; the second where an encoding lacks the first
+_SIGNS = "·░▒▓█"  # empty, up to a third, two thirds, all but all, all
 _EMPTY_RGB, _LEAST_RGB, _MOST_RGB, _FULL_RGB = np.array([(233, 236, 241), (246, 194, 119), (217, 106, 29), (31, 78, 156)])
 _TITLE_LINES = 4
 
@@ -42,7 +38,7 @@ class Drawing:
     mask: the mask. title: the line above it. level: "tokens", "blocks" or "auto", see ``draw``.
     """
 
-    mask: BlockMask | BlockSelection
+    mask: BlockMask
     title: str
     level: str
 
@@ -54,13 +50,12 @@ class Drawing:
         """The picture in signs, in colour where the terminal has colours, with as many cells as fit the terminal."""
         from rich.text import Text
 
-        size, signs = shutil.get_terminal_size((130, 72)), _printable_signs()
+        size, signs = shutil.get_terminal_size((130, 72)), _SIGNS
         picture = make_picture(self.mask, max(8, size.lines - 8), max(8, size.columns // 2 - 1), self.level)
         shares, unit = picture.shares, f"{picture.unit:,} x {picture.unit:,}"
-        what = "visited" if self.level == "visited" else "kept"
         levels = np.where(shares <= 0, 0, np.where(shares >= 1, 4, 1 + np.minimum((shares * 3).astype(int), 2)))
         cells = Text("\n".join("".join(2 * signs[level] for level in row) for row in levels))
-        cells.append(f"\n{signs[0]} empty   {signs[1:4]} partial, by the share {what}   {signs[4]} full\n")
+        cells.append(f"\n{signs[0]} empty   {signs[1:4]} partial, by the share kept   {signs[4]} full\n")
         for these, style in ((signs[:1], "bright_black"), (signs[1:4], "yellow"), (signs[4:], "blue")):
             cells.highlight_regex(f"[{re.escape(these)}]+", style)
         lengths = f"{self.mask.q_len:,} x {self.mask.kv_len:,} tokens; a cell is {unit} tokens ({picture.level})\n\n"
@@ -87,7 +82,7 @@ class Drawing:
         # On the figure, because the axes are narrow when there are many more queries than keys.
         figure.suptitle("\n".join(lines), x=0.02, ha="left", fontsize=9, family="monospace", parse_math=False)
         axes.set(xlabel="key", ylabel="query")
-        _legend(figure, self.level)
+        _legend(figure)
         return figure
 
 
@@ -100,23 +95,20 @@ def draw(
     block_size: int | None = None,
     level: str = "auto",
     title: str | None = None,
-    layout: Pattern | None = None,
 ) -> Drawing:
     """A picture of a mask, queries downwards and keys to the right; ``print`` it, or view it in a notebook.
 
-    mask: a BlockMask of one mask or a BlockSelection of one head (``mask.select(head)`` of several), a Pattern or its spec text.
+    mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text.
     path: a .png or .svg file to write.
     q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; as many as the pattern names or 4096, q_len and 128 by
     default. A BlockMask has its own.
-    level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture. Or "visited": blocks, each
-    coloured by the share of its pairs that attention visits, which is what it costs. Then no narrow column is lost.
-    title: the pattern's spec text by default. layout: as for ``explain``.
+    level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture.
+    title: the pattern's spec text by default.
 
     Raises ValueError for another file type, for masks or patterns that differ between heads, and for more tokens than can be drawn
     one by one.
     """
     path = None if path is None else check_path(path)
-    mask = fill_layout(mask, layout)
     mask, text = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     make_picture(mask, 1, 1, level)  # raises now if something is wrong
     drawing = Drawing(mask, text if title is None else title, level)
@@ -126,24 +118,19 @@ def draw(
 
 
 class Picture(NamedTuple):
-    """shares: (rows, cols) float64, the share of kept pairs in each cell, or of visited ones. unit: tokens on a side of a cell; the
-    last row and column may be cut off. level: "tokens", "blocks" or "visited", the source of the cells."""
+    """shares: (rows, cols) float64, the share of kept pairs in each cell. unit: tokens on a side of a cell; the last row and column
+    may be cut off. level: "tokens" or "blocks", the source of the cells."""
 
     shares: np.ndarray
     unit: int
     level: str
 
 
-def make_picture(mask: BlockMask | BlockSelection, height: int, width: int, level: str = "auto") -> Picture:
+def make_picture(mask: BlockMask, height: int, width: int, level: str = "auto") -> Picture:
     """The picture of a mask (of one stored mask) in at most height x width square cells. level: as for ``draw``."""
-    masks = mask.batch * mask.heads if isinstance(mask, BlockSelection) else mask.masks
-    if masks != 1:
-        raise ValueError(f"a picture shows one mask; got {masks}; draw them one by one, as mask.select(head, batch)")
-    levels = ["auto", "tokens", "blocks", *["visited"] * isinstance(mask, BlockMask)]
-    if level not in levels:
-        raise ValueError(f"level must be one of {', '.join(levels)}; got {level!r}")
-    q_len, kv_len, always = mask.q_len, mask.kv_len, mask.always if isinstance(mask, BlockSelection) else None
-    side = mask.block_size if always is None else max(mask.block_size, always.block_size)  # of the smallest cell in blocks
+    if level not in ("auto", "tokens", "blocks"):
+        raise ValueError(f"level must be one of auto, tokens, blocks; got {level!r}")
+    q_len, kv_len, side = mask.q_len, mask.kv_len, mask.block_size
     few = q_len * kv_len <= _MOST_DENSE_PAIRS
     if level == "auto":
         level = "tokens" if few and q_len <= (height - 1) * side and kv_len <= (width - 1) * side else "blocks"
@@ -157,27 +144,10 @@ def make_picture(mask: BlockMask | BlockSelection, height: int, width: int, leve
         dense = mask.to_dense().cpu().view(q_len, kv_len).numpy()
         kept = np.add.reduceat(np.add.reduceat(dense, top, axis=0, dtype=np.int64), left, axis=1)
     else:
-        kept = mask.kept_pairs(unit=unit) if isinstance(mask, BlockSelection) else _count_by_square(mask, unit // side, level)
+        group, (full, partial) = unit // side, mask.kept()
+        kept = full.count_by_square(group) * float(side**2)
+        np.add.at(kept, (partial.rows // group, partial.cols // group), mask.pairs_of(partial.kinds, partial.tiles))
     return Picture(kept / np.outer(np.diff(top, append=q_len), np.diff(left, append=kv_len)), unit, level)
-
-
-def _count_by_square(mask: BlockMask, group: int, level: str) -> np.ndarray:
-    """(squares of queries, squares of keys): how many pairs a mask keeps, or visits, in each square of group x group blocks."""
-    (full, partial), grid = mask.kept(), mask.grid
-    found = (full.count_by_square(group) * mask.block_size**2).astype(np.float64)
-    visited = grid.heights(partial.rows) * grid.widths(partial.cols)
-    pairs = visited if level == "visited" else mask.pairs_of(partial.kinds, partial.tiles)
-    np.add.at(found, (partial.rows // group, partial.cols // group), pairs)
-    return found
-
-
-def _printable_signs() -> str:
-    """The signs of cells that standard output's encoding has."""
-    try:
-        _SIGNS[0].encode(getattr(sys.stdout, "encoding", None) or "ascii")
-    except UnicodeEncodeError:
-        return _SIGNS[1]
-    return _SIGNS[0]
 
 
 def rgb_of(shares: np.ndarray) -> np.ndarray:
@@ -205,9 +175,8 @@ def gallery(drawings: Sequence[Drawing], path: str | Path, columns: int = 4) -> 
         axes.set(xticks=[], yticks=[])
         place = "left" if mask.q_len <= mask.kv_len else "center"  # a narrow picture is centred
         axes.set_title("\n".join(lines), fontsize=size, family="monospace", loc=place, parse_math=False)
-        visits = f", visits {mask.block_density:.1%}" if isinstance(mask, BlockMask) else ""
-        axes.set_xlabel(f"keeps {mask.density:.1%}{visits}", fontsize=8, color="#555555", loc="left")
-    _legend(figure, "blocks")
+        axes.set_xlabel(f"keeps {mask.density:.1%}, visits {mask.block_density:.1%}", fontsize=8, color="#555555", loc="left")
+    _legend(figure)
     return _write(figure, path)
 
 
@@ -226,13 +195,11 @@ def _wrapped(title: str, width: int) -> list[str]:
     return textwrap.wrap(title[: width * (_TITLE_LINES + 1)], width, max_lines=_TITLE_LINES, placeholder="...")
 
 
-def _summary(mask: BlockMask | BlockSelection) -> str:
-    if isinstance(mask, BlockSelection):
-        return f"keeps {mask.density:.2%} of the pairs, blocks of {mask.block_size} picked by query"
+def _summary(mask: BlockMask) -> str:
     return f"keeps {mask.density:.2%} of the pairs, visits {mask.block_density:.2%} of the blocks of {mask.block_size}"
 
 
-def _draw(axes, mask: BlockMask | BlockSelection, picture: Picture) -> None:
+def _draw(axes, mask: BlockMask, picture: Picture) -> None:
     (rows, cols), unit = picture.shares.shape, picture.unit
     axes.imshow(rgb_of(picture.shares), extent=(0, cols * unit, rows * unit, 0), interpolation="nearest", aspect="auto")
     axes.set_box_aspect(min(max(mask.q_len / mask.kv_len, 0.25), 4))
@@ -245,10 +212,10 @@ def _draw(axes, mask: BlockMask | BlockSelection, picture: Picture) -> None:
     axes.tick_params(labelsize=8, color="#bbbbbb")
 
 
-def _legend(figure, level: str) -> None:
+def _legend(figure) -> None:
     from matplotlib.patches import Patch
 
-    names = ("not visited", "visited in part", "visited") if level == "visited" else ("empty", "partial", "full")
+    names = "empty", "partial", "full"
     colors = rgb_of(np.array([[0.0, 0.5, 1.0]]))[0] / 255
     patches = [Patch(facecolor=color, edgecolor="#bbbbbb", label=name) for color, name in zip(colors, names)]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=8)

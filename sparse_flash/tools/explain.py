@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..choosers.choose import mask_by_scores
-from ..dispatch.flops import forward_flops
+from ..core import hopper, triton
+from ..core.caches import E4M3
+from ..core.flops import forward_flops
+from ..core.variant import check_counts
+from ..kernels.common.config import padded_head_dim
 from ..masks.block_mask import BlockMask
-from ..masks.chooser import choices_of, has_choosers
-from ..masks.fit import named_len
-from ..masks.grid import BlockGrid
-from ..masks.parsing import fill_layout, parse
 from ..masks.pattern import Pattern
-from ..masks.table import PartialBlocks
-from ..masks.tiles import dense_batches
-from ..selection.block_selection import BlockSelection
-from ..variant.variant import check_counts
-from .explanation import CallSpec, Explanation, explain_call, explain_selection, explain_video, unit_of
 from .subject import resolve_mask
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
@@ -51,8 +46,57 @@ class Reach:
         return f"after layers {shares} ({exact})"
 
 
+class Explanation:
+    """Figures of a mask, of one head on average. See ``explain``. Prints as a table of sentences.
+
+    head: the expression, if there is one, and lengths, heads and dtype in words. lines: sentences by name. hints: suggestions.
+    figures: numbers by name, which are attributes as well.
+
+    q_len, kv_len, block_size; kept_pairs, density, causal_density (None unless causal); kept_blocks, block_density,
+    partial_blocks, most_in_row; causal: whether no query sees a later key, so that the dense call in the mask's place is causal
+    attention; rival_blocks of that call, and share_of_blocks, kept_blocks / rival_blocks; reach, see ``Reach``; backend, which an
+    H100 or H200 takes.
+    flops, visited_flops, dense_flops: of a forward pass over batch and heads, 2 x pairs x (head_dim + v_head_dim): for kept pairs,
+    pairs of visited blocks, and pairs of the dense call. memory: bytes by name.
+    """
+
+    def __init__(self, head: list[str]) -> None:
+        self.head, self.lines, self.hints, self.figures = head, dict[str, str](), list[str](), dict[str, Any]()
+
+    def add(self, name: str, sentence: str, **figures: Any) -> None:
+        """Adds a line and figures."""
+        self.figures |= figures
+        self.lines[name] = sentence
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self).get("figures", ()):  # a copy has none before its state is set
+            return self.figures[name]
+        raise AttributeError(f"an explanation has no figure {name!r}; it has {', '.join(vars(self).get('figures', ()))}")
+
+    def __str__(self) -> str:
+        width = max(map(len, self.lines))
+        table = [f"{name:<{width}}  {line}" for name, line in self.lines.items()]
+        return "\n".join([*self.head, "", *table, *(f"hint: {hint}" for hint in self.hints)])
+
+
+class _CallSizes(NamedTuple):
+    """The sizes of a call besides its mask's. kv_heads: of keys and values. v_head_dim: of v and the result."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        shared = "" if self.kv_heads == self.heads else f" on {self.kv_heads} of keys and values"
+        dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}, v of {self.v_head_dim}"
+        return f"batch {self.batch}, {self.heads} heads{shared} of {dims}, {str(self.dtype).removeprefix('torch.')}"
+
+
 def explain(
-    mask: BlockMask | BlockSelection | Pattern | str,
+    mask: BlockMask | Pattern | str,
     heads: int = 1,
     head_dim: int = 64,
     dtype: torch.dtype = torch.bfloat16,
@@ -63,24 +107,17 @@ def explain(
     q_len: int | None = None,
     kv_len: int | None = None,
     block_size: int | None = None,
-    density: float | None = None,
-    layout: Pattern | None = None,
 ) -> Explanation:
     """Returns what a mask costs, what it saves, and what it can see; ``print`` it, or read its figures.
 
-    mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. Or a BlockSelection, of any heads,
-    which has other figures: how much is picked, and how alike neighbouring queries pick; heads is a multiple of its heads. Or an
-    expression with one chooser: the figures are those of blocks drawn at random.
+    mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text.
     q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; as many as the pattern names or 65,536, q_len and 128 by
-    default; a chooser has its own block. A BlockMask and a BlockSelection have their own.
+    default. A BlockMask has its own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v; for few queries, also of a cache in
     torch.float8_e4m3fn. kv_heads: heads of keys and values, None for as many as query heads. v_head_dim: of v and out, None for
     head_dim.
-    layout: the ``VideoLayout`` that the word layout stands for in spec text, as for diffusers' ``use_sparse_flash``.
-    density: with a chooser, the share of the blocks that are kept in all, in (0, 1]; None for that of its keep= or budget=.
 
-    Raises ValueError for a mask or pattern that differs over batch or heads; for several choosers, or one whose rule says no
-    density if there is none; and for block_size beside a chooser.
+    Raises ValueError for a mask or pattern that differs over batch or heads, and for choosers, whose blocks depend on q and k.
     """
     kv_heads, v_head_dim = heads if kv_heads is None else kv_heads, head_dim if v_head_dim is None else v_head_dim
     check_counts(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
@@ -88,32 +125,10 @@ def explain(
         raise TypeError(f"dtype must be a torch.dtype, such as torch.bfloat16; got {dtype!r}")
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
-    sizes = CallSpec(batch, heads, kv_heads, head_dim, v_head_dim, dtype)
-    mask = fill_layout(mask, layout)
-    given = mask = parse(mask) if isinstance(mask, str) else mask
-    chosen = given if isinstance(given, Pattern) and has_choosers(given) else None
-    if chosen is not None and block_size is not None:
-        raise ValueError(f"block_size must be the chooser's block=; got {block_size} beside {given}; leave it out")
-    if chosen is None and density is not None:
-        raise ValueError(f"density must come with an expression with a chooser; got {density} and another mask; leave it out")
-    if chosen is not None:
-        mask, spec = _draw_mask(chosen, q_len or named_len(chosen, DEFAULT_LEN), kv_len, density), str(chosen)
-    else:
-        mask, spec = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
-    if isinstance(mask, BlockSelection):
-        return explain_selection(mask, sizes)
-    if mask.masks != 1:
-        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head, batch)")
+    sizes = _CallSizes(batch, heads, kv_heads, head_dim, v_head_dim, dtype)
+    mask, spec = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     lengths = f"{mask.q_len:,} queries x {mask.kv_len:,} keys in blocks of {mask.block_size}"
-    found = Explanation([spec] * bool(spec) + [f"{lengths}; {sizes}" + "; chosen blocks at random" * (chosen is not None)])
-    if isinstance(given, Pattern):
-        explain_video(found, given, mask)
-    _explain_mask(found, mask, sizes)
-    return found
-
-
-def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec) -> None:
-    """Adds the figures of one mask."""
+    found = Explanation([spec] * bool(spec) + [f"{lengths}; {sizes}"])
     grid, size, (full, partial), causal = mask.grid, mask.block_size, mask.kept(), mask.is_causal
     # A block cut off by the end of the queries or keys has a tile, even if it keeps all its pairs.
     pairs, kept = grid.heights(partial.rows) * grid.widths(partial.cols), mask.pairs_of(partial.kinds, partial.tiles)
@@ -135,58 +150,57 @@ def _explain_mask(found: Explanation, mask: BlockMask, sizes: CallSpec) -> None:
     found.add("partial blocks", f"{partial_blocks:,}; {wasted:.1%} of visited pairs dropped", partial_blocks=partial_blocks)
     most = int(mask.by_query.row_ptr.diff().max())
     found.add("heaviest row", f"{most:,} blocks, {most * grid.q_blocks / max(1, kept_blocks):.2f}x the mean", most_in_row=most)
-    flops = sizes.batch * sizes.heads * forward_flops(sizes.head_dim, sizes.v_head_dim)
+    flops = batch * heads * forward_flops(head_dim, v_head_dim)
     kept_flops, visited_flops, dense_flops = (flops * count for count in (kept_pairs, visited_pairs, dense_pairs))
-    said = f"{_flops_text(kept_flops)} kept, {_flops_text(visited_flops)} visited, {_flops_text(dense_flops)} for {dense}"
-    found.add("forward FLOPs", said, flops=kept_flops, visited_flops=visited_flops, dense_flops=dense_flops)
-    explain_call(found, mask, sizes)
+    said = "{} kept, {} visited, {} for ".format(*map(_flops_text, (kept_flops, visited_flops, dense_flops)))
+    found.add("forward FLOPs", said + dense, flops=kept_flops, visited_flops=visited_flops, dense_flops=dense_flops)
+    _explain_call(found, mask, sizes)
     reach = reachability(mask) if grid.q_len == grid.kv_len else None
     said = str(reach) if reach else "not defined where q_len and kv_len differ, as layers are stacked"
     found.add("causal pairs in reach", said, reach=reach, q_len=grid.q_len, kv_len=grid.kv_len, block_size=size)
     if not kept_blocks:
         found.hints.append("This mask keeps nothing: every output is 0.")
-    if share > 1 / 1.1:  # a block from a table takes 1.06 times as long as one of dense attention, in long rows
+    # A block from a table takes 1.06 times as long as one of dense attention, in long rows.
+    if share > 1 / 1.1:
         found.hints.append(f"This mask visits {share:.0%} of the blocks of {dense}, which is likely to be as fast.")
     if wasted > 0.5 and size > 16:
-        inside = f"{wasted:.0%} of the visited pairs are dropped inside partial blocks"
-        way_out = (
-            _advise_to_copy_keys(mask, partial) or "a smaller block size, or a pattern made of whole blocks (block=), visits less"
-        )
-        found.hints.append(f"{inside}; {way_out}.")
+        way_out = "a smaller block size, or a pattern made of whole blocks (block=), visits less"
+        found.hints.append(f"{wasted:.0%} of the visited pairs are dropped inside partial blocks; {way_out}.")
     if reach and reach.limit < 1:
         found.hints.append(f"At any depth, only {reach.limit:.1%} of the causal pairs are within reach.")
+    return found
 
 
-def _advise_to_copy_keys(mask: BlockMask, partial: PartialBlocks) -> str | None:
-    """What to do about few keys that many queries see, if most visited blocks keep nothing but some of these; otherwise None."""
-    if not len(partial.rows):
-        return None
-    (kinds, tiles), which = np.unique(np.stack([partial.kinds, partial.tiles]), axis=1, return_inverse=True)
-    used = [mask.tile_pairs(kinds[part], tiles[part]).any(1) for part in dense_batches(len(kinds), mask.block_size)]
-    few = (np.concatenate(used).sum(1) <= mask.block_size // 8)[which]
-    cols, alike = np.unique(np.stack([partial.cols[few], which[few]]), axis=1)
-    keys = np.zeros((mask.grid.kv_blocks, mask.block_size), bool)
-    np.logical_or.at(keys, cols, np.concatenate(used)[alike])
-    copied = mask.grid.q_blocks * -(-int(keys.sum()) // mask.block_size)  # blocks of the copies
-    if few.sum() <= max(mask.by_query.row_ptr[0, -1].item() // 2, 2 * copied):
-        return None
-    return (
-        f"{few.sum():,} blocks are visited for {keys.sum():,} keys: copy these to the front ('Few far keys' in the guide on masks)"
-    )
+def _explain_call(found: Explanation, mask: BlockMask, sizes: _CallSizes) -> None:
+    """Adds the memory of a call and the back end that an H100 or H200 takes."""
+    table = mask.kernel_table(True)
+    of_dtype = "" if sizes.dtype in hopper.DTYPES else f"it runs float16 and bfloat16; got {sizes.dtype}"
+    refusal = of_dtype or hopper.shape_refusal(sizes.head_dim, sizes.v_head_dim, table.block_size if table else None)
+    portable = sizes.dtype in (*triton.DTYPES, E4M3) and max(sizes.head_dim, sizes.v_head_dim) <= triton.MAX_HEAD_DIM
+    backend = "hopper" if refusal is None else "triton" if portable else "torch"
+    memory = _count_memory(mask, sizes, backend)
+    texts = {name: _size_text(count) for name, count in memory.items()}
+    said = "{forward}: q, k and v {inputs}, out and lse {outputs}, table {table}".format(**texts)
+    found.add("memory of a call", said, memory=memory)
+    found.add("of its backward pass", "{backward}: as above, gradients {gradients}, sums {sums}".format(**texts))
+    found.add("back end", f"{backend} on an H100 or H200" + (f"; hopper: {refusal}" if refusal else ""), backend=backend)
 
 
-def _draw_mask(spec: Pattern, q_len: int, kv_len: int | None, density: float | None) -> BlockMask:
-    """Returns a mask of one head that keeps blocks drawn at random next to what an expression keeps in any case."""
-    choice, *others = dict.fromkeys(choices_of(spec))
-    if others or len(choice.choosers) != 1:
-        raise ValueError(f"explain takes expressions with one chooser, the same for all heads; got {spec}; explain them one by one")
-    rule, keep = choice.choosers[0].rule
-    if not (rule in ("keep", "budget") if density is None else 0 < density <= 1):
-        what = "density must be the share of the blocks that is kept, in (0, 1], and may be None only with keep= or budget="
-        raise ValueError(f"{what}; got {density} with {rule}=; pass density=0.15, or what a mask of choose_blocks keeps")
-    grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, choice.choosers[0].block_size)
-    scores = torch.rand((1, 1, *grid.shape), generator=torch.Generator("cpu").manual_seed(0))
-    return mask_by_scores(scores, grid, choice.within, choice.always, keep if density is None else density)
+def _count_memory(mask: BlockMask, sizes: _CallSizes, backend: str) -> dict[str, int]:
+    """Returns bytes over batch and heads: of inputs (q, k, v), outputs (out, and lse in float32), table (once for all calls that
+    share it), gradients, sums (of a backward pass, in float32; not of split rows); forward, what a call holds until its backward
+    pass; backward, the peak of that."""
+    queries, keys = sizes.batch * sizes.heads * mask.q_len, sizes.batch * sizes.kv_heads * mask.kv_len
+    inputs = (queries * sizes.head_dim + keys * (sizes.head_dim + sizes.v_head_dim)) * sizes.dtype.itemsize
+    out, lse = queries * sizes.v_head_dim * sizes.dtype.itemsize, queries * (8 if sizes.dtype == torch.float64 else 4)
+    table = 0 if mask.keeps_all else mask.nbytes + (mask.coarse.nbytes if mask.coarse else 0)
+    sums = 4 * queries  # out * dout of each query
+    if backend == "hopper" and hopper.has_backward(sizes.head_dim, sizes.v_head_dim):
+        dim, dim_v = padded_head_dim(sizes.head_dim), padded_head_dim(sizes.v_head_dim)
+        # Those of dQ, with lse; and of dK and dV, if query heads share them.
+        sums = 4 * (queries * (dim + 2) + keys * (dim + dim_v) * (sizes.heads > sizes.kv_heads))
+    sizes_of = {"inputs": inputs, "outputs": out + lse, "table": table, "gradients": out + inputs, "sums": sums}
+    return sizes_of | {"forward": inputs + out + lse + table, "backward": sum(sizes_of.values())}
 
 
 def share_text(share: float) -> str:
@@ -195,8 +209,19 @@ def share_text(share: float) -> str:
 
 
 def _flops_text(count: float) -> str:
-    power = unit_of(count, 1000, 5)
+    power = _unit_of(count, 1000, 5)
     return f"{count / 1000**power:.3g} {('', 'K', 'M', 'G', 'T', 'P')[power]}FLOP"
+
+
+def _size_text(count: float) -> str:
+    """Bytes in the most readable unit."""
+    power = _unit_of(count, 1024, 3)
+    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def _unit_of(count: float, base: int, most: int) -> int:
+    """Returns the largest power of the base, ``most`` at most, that is not above the count; 0 for less than the base."""
+    return next((power for power in range(most, 0, -1) if count >= base**power), 0)
 
 
 def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:

@@ -7,17 +7,14 @@ from ..masks.compiler import entry_patterns
 from ..masks.fit import named_len
 from ..masks.parsing import parse
 from ..masks.pattern import Pattern
-from ..selection.block_selection import BlockSelection
 
 
-def resolve_mask(
-    mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int
-) -> tuple[BlockMask | BlockSelection, str]:
-    """Returns (the mask or selection, its spec text or "" if it has none).
+def resolve_mask(mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int) -> tuple[BlockMask, str]:
+    """Returns (the mask, its spec text or "" if it has none).
 
     mask: a pattern or its spec text is compiled for these lengths; q_len is by default what the pattern names, else default_len. A
-    BlockMask or a BlockSelection has its own lengths. Of a mask that all heads share, one head is taken. Raises ValueError for a
-    pattern that differs between heads or sequences, for lengths beside a mask, and for a mask without contents.
+    BlockMask has its own lengths. Of a mask that all heads share, one head is taken. Raises ValueError for a mask or pattern that
+    differs between heads or sequences, and for lengths next to a mask.
     """
     if isinstance(mask, (Pattern, str)):
         pattern, *others = dict.fromkeys(entry_patterns(parse(mask) if isinstance(mask, str) else mask))
@@ -26,12 +23,10 @@ def resolve_mask(
             raise ValueError(f"the pattern must be that of one head or sequence; got {got}")
         q_len = named_len(pattern, default_len) if q_len is None else q_len
         return as_block_mask(pattern, q_len, kv_len, 128 if block_size is None else block_size), str(mask).strip()
-    mask = mask if isinstance(mask, BlockSelection) else as_block_mask(mask)
-    if mask.device.type == "meta":
-        raise ValueError("a mask on the device meta has no contents to look at; make it on another, such as cpu")
+    mask = as_block_mask(mask)
     if given := [name for name, n in (("q_len", q_len), ("kv_len", kv_len), ("block_size", block_size)) if n is not None]:
         sizes = f"{mask.q_len} x {mask.kv_len}"
         raise ValueError(f"{', '.join(given)} must come with a pattern to compile; got a mask of {sizes} tokens; leave them out")
-    if isinstance(mask, BlockMask) and mask.masks == 1 < mask.mask_index.numel():
-        mask = mask.select()
-    return mask, ""
+    if mask.masks != 1:
+        raise ValueError(f"the mask must be one; got {mask.masks}; take them one by one, as mask.select(head, batch)")
+    return (mask.select() if mask.mask_index.numel() > 1 else mask), ""

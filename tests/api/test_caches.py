@@ -15,8 +15,8 @@ from calls import ENTRIES, replayed
 from oracle import DEVICE, Sizes
 
 import sparse_flash as sf
-from sparse_flash import backends
 from sparse_flash.api import call as api_call
+from sparse_flash.core import backends
 from sparse_flash.kernels.launch import memory
 from sparse_flash.masks import block_mask, registry
 

@@ -16,25 +16,25 @@ from oracle import DEVICE, Watching, existing
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
-from sparse_flash import backends
+from sparse_flash.api import call as api_call
 from sparse_flash.choosers import choose
 from sparse_flash.choosers.built_in import Sampled
-from sparse_flash.dispatch import operators
+from sparse_flash.core import backends, operators
 from sparse_flash.masks.chooser import RULES, choices_of, chooser_block_size, is_causal
 from sparse_flash.masks.grid import BlockGrid
 
 parametrize = pytest.mark.parametrize
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.integers(1, 300).map(lambda n: (n, n))
-# Where rounding decides nothing: mass and relative of 1 keep all that is not 0, or what equals the largest.
+# Where rounding decides nothing: mass of 1 keeps all that is not 0.
 clear = st.tuples(st.just("keep"), st.integers(1, 4)) | st.tuples(st.sampled_from(RULES), st.sampled_from([0.1, 0.3, 0.6]))
 limits = st.none() | st.just(sf.causal()) | strategies.expressions
 SPEC = "causal & (sampled(4, keep=3, block=64) | sinks(4))"
-SHARED = "pooled(relative=0.97, block=64, share_group=True)"
+EVERYWHERE = "pooled(mass=0.5, block=64)"
 BY_HEAD = "causal & per_head([pooled(keep=1, block=64), pooled(keep=2, block=64), sinks(3), pooled(keep=1, block=64)])"
 EVERY = {
     "sampled": SPEC,
     "pooled": "causal & (pooled(mass=0.5, block=64) | local(70))",
-    "shared": SHARED,
+    "everywhere": EVERYWHERE,
     "two": "causal & (pooled(budget=0.4, block=64) | antidiagonal(8, floor=0.2, block=64))",
     "by head": BY_HEAD,
 }
@@ -58,8 +58,6 @@ def kept_by_choice(choice, size, q, k, scores=None, scale=None):
     for chooser in choice.choosers:
         if chooser.name != "scored":
             found = chosen.scores_of(chooser, q, k, causal=is_causal(choice.within), scale=scale)
-        elif chooser.share_group:
-            found = scores.reshape(len(q), k.shape[1], -1, *scores.shape[2:]).max(2)
         else:
             found = scores
         rules.append((*chooser.rule, found))
@@ -135,17 +133,46 @@ def test_given_scores_are_taken_and_none_nan_or_minus_infinity_is_kept(some, wit
         lengths = lengths[0] % 130 + 1, lengths[1] % 130 + 1
     q, k = chosen.tensors(*lengths, batch=2, heads=heads[0], kv_heads=heads[1], seed=seed)
     scores = random_scores(q, k, 64, seed)
-    if any(one.share_group for one in some) and heads[0] > heads[1]:
-        scores = scores.nan_to_num(0.5, neginf=0.25)  # the largest of NaN and a number is no number, or the other
     with mock.patch.object(choose, "_can_use_kernels", lambda q: by_kernels):
         mask = sf.choose_blocks(spec, q, k, scores=scores)
     np.testing.assert_array_equal(dense(mask, q), definition(spec, q, k, scores.cpu().numpy()))
 
 
+@parametrize(
+    "spec, compiles",
+    [
+        ("window(70, 0) & (sampled(8, keep=1, block=64) | sinks(4))", False),
+        ("window(70, 0) & (sampled(8, keep=1, block=64) | sinks(4))", True),
+        ("local(100) & window(500, 0) & pooled(keep=1)", False),
+        ("window(9, 0) & per_head([pooled(keep=1), pooled(keep=2), sinks(3), pooled(keep=1)])", False),
+    ],
+)
+def test_training_warns_once_where_later_keys_decide_although_no_query_sees_them(spec, compiles):
+    api_call._warn_that_later_keys_decide.cache_clear()
+    q, k, v = inputs()
+    call = torch.compile(sf.attention, backend="eager") if compiles else sf.attention
+    message = r"no query sees a later key under .* so training sees the future; write causal & .*"
+    with pytest.warns(UserWarning, match=message) as seen:
+        for _ in range(2):
+            call(q.requires_grad_(), k, v, spec)
+    assert len(seen) == 1 and (compiles or seen[0].filename == __file__)
+
+
+@pytest.mark.filterwarnings("error")
+def test_training_gives_no_warning_under_causal_and_where_queries_see_later_keys():
+    api_call._warn_that_later_keys_decide.cache_clear()
+    q, k, v = inputs()
+    for spec in (SPEC, EVERYWHERE, *(f"{within} & pooled(keep=1)" for within in ("local(70)", "causal & window(70, 0)"))):
+        sf.attention(q.requires_grad_(), k, v, spec)
+    sf.attention(q, k, v, "documents((0, 40, 200)) & pooled(keep=1)")
+    with torch.no_grad():
+        sf.attention(q, k, v, "window(70, 0) & pooled(keep=1)")
+
+
 # Compiled code and programs.
 
 
-@parametrize("spec", [SHARED, BY_HEAD], ids=["shared", "by head"])
+@parametrize("spec", [EVERYWHERE, BY_HEAD], ids=["everywhere", "by head"])
 def test_one_graph_serves_an_expression_at_all_lengths(spec):
     counter = CompileCounterWithBackend("aot_eager")
     call = torch.compile(lambda q, k, v: sf.attention(q, k, v, spec), backend=counter, fullgraph=True)
@@ -270,7 +297,7 @@ def test_a_sequence_padded_at_its_end_attends_as_it_does_alone(chooser, tokens, 
     torch.testing.assert_close(found[:, :, :last], alone[:, :, :last])
 
 
-@parametrize("name", ["pooled", "shared", "two"])
+@parametrize("name", ["pooled", "everywhere", "two"])
 def test_a_sequence_padded_at_its_start_attends_as_it_does_alone(name):
     q, k, v = inputs(64 * 6, 64 * 6, batch=1)
     start = torch.tensor([64 * 2], device=DEVICE)
@@ -296,14 +323,6 @@ def test_each_head_keeps_what_its_own_expression_keeps(picks, within, lengths):
     np.testing.assert_array_equal(dense(sf.choose_blocks(spec, q, k), q), definition(spec, q, k))
 
 
-def test_heads_of_a_group_choose_together_where_other_heads_have_other_expressions():
-    q, k, _ = inputs(64 * 6, 64 * 6)
-    shared, alone = (f"causal & sampled(4, keep=2, block=64, share_group={value})" for value in (True, False))
-    kept = sf.choose_blocks(sf.per_head([shared] * 2 + ["causal & local(5)"] * 2), q, k).kept_blocks()
-    assert torch.equal(kept[:, :2], sf.choose_blocks(shared, q, k).kept_blocks()[:, :2])
-    assert not torch.equal(kept[:, :2], sf.choose_blocks(alone, q, k).kept_blocks()[:, :2])
-
-
 @dataclass(frozen=True)
 class Nearest(sf.Chooser):
     """Scores fall with the distance from a block of each head. They are not contiguous, and not in float32."""
@@ -314,12 +333,10 @@ class Nearest(sf.Chooser):
         return -distance.abs().double().T[None, :, None].expand(len(q), -1, grid.q_blocks, -1)
 
 
-@parametrize("share_group", [False, True])
-def test_a_users_own_chooser_goes_wherever_expressions_go(share_group):
+def test_a_users_own_chooser_goes_wherever_expressions_go():
     q, k, v = inputs(64 * 6, 64 * 6)
-    spec = sf.causal() & (Nearest(keep=3, block=64, share_group=share_group) | sf.sinks(2))
-    scores = Nearest(keep=3).scores(q, k, BlockGrid(64 * 6, 64 * 6, 64)).cpu().unflatten(1, (2, 2))
-    scores = scores.amax(2) if share_group else scores.flatten(1, 2)
+    spec = sf.causal() & (Nearest(keep=3, block=64) | sf.sinks(2))
+    scores = Nearest(keep=3).scores(q, k, BlockGrid(64 * 6, 64 * 6, 64)).cpu()
     kept = chosen.kept_pairs([("keep", 3, scores.numpy())], sf.causal(), sf.sinks(2), 64, (2, 4, 64 * 6, 64 * 6))
     np.testing.assert_array_equal(dense(sf.choose_blocks(spec, q, k), q), kept)
     assert torch.equal(sf.attention(q, k, v, spec), sf.attention(q, k, v, sf.choose_blocks(spec, q, k)))

@@ -9,8 +9,7 @@ from calls import Counted, assert_right, decode, decode_in_eight_bits, in_pages,
 from oracle import BACKENDS, DEVICE, check, record, sizes_for, tensor, unless_refused
 
 import sparse_flash as sf
-from sparse_flash import backends
-from sparse_flash.variant import variant
+from sparse_flash.core import backends, variant
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize

@@ -7,7 +7,7 @@ import torch
 from oracle import heavy_rows_split, poisoned_memory, rising
 
 import sparse_flash as sf
-from sparse_flash.variant.eight_bits import attention_in_eight_bits, rotate
+from sparse_flash.core.eight_bits import attention_in_eight_bits, rotate
 
 
 def normal(*shape, seed=0):

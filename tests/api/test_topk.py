@@ -58,7 +58,7 @@ CHOICES = {
     "blocks": partial(sf.topk_blocks, keep=5, block_size=16),
     "queries": partial(sf.topk_blocks, keep=5, every=1, block_size=16),
     "sampled": partial(sf.choose_blocks, "causal & (sampled(4, keep=3, block=64) | sinks(4))"),
-    "pooled": partial(sf.choose_blocks, "pooled(relative=0.97, block=64, share_group=True)"),
+    "pooled": partial(sf.choose_blocks, "pooled(mass=0.5, block=64)"),
     "antidiagonal": partial(sf.choose_blocks, "causal & antidiagonal(8, budget=0.4, block=64)"),
 }
 

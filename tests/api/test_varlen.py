@@ -1,4 +1,4 @@
-"""Packed documents: the call equals one call per document, and the table made by kernels equals the one made on the host."""
+"""Packed documents: the call equals one call per document, and tables keep what the pattern keeps in each document."""
 
 from itertools import accumulate, pairwise
 
@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import sparse_flash as sf
-from sparse_flash import backends
-from sparse_flash.packed import gather_rows, in_place, repack
+from sparse_flash.core import backends
+from sparse_flash.masks.block_mask import compile_up_to
+from sparse_flash.packed import documents, in_place, moved
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
@@ -61,12 +62,13 @@ def check(backend, spec, lens, k_lens=None, *, beyond=0, **given):
         assert_right(varlen(sizes_for(backend, spec=spec, **{"heads": 2, "kv_heads": 1} | tokens | given)), backend)
 
 
-@pytest.fixture(params=["host", "kernels"])
+@pytest.fixture(params=["moved", "kernels"])
 def packer(request, monkeypatch):
-    """Both ways to lay out documents and make their table; without a GPU, Triton's interpreter runs the kernels."""
+    """With and without kernels that make the table of documents in place; without a GPU, Triton's interpreter runs them."""
     if request.param == "kernels" and backends.get_backend("triton").why_unavailable():
         pytest.skip(backends.get_backend("triton").why_unavailable())
-    monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: request.param == "kernels")
+    monkeypatch.setattr(in_place, "can_use_kernels", lambda device: request.param == "kernels")
+    return request.param
 
 
 # Lengths of queries, of keys where these are others, and tokens of no document after them.
@@ -84,12 +86,11 @@ LENGTHS = {
 }
 
 
-@pytest.mark.usefixtures("packer")
 @parametrize("lengths", LENGTHS)
 @parametrize("name", PATTERNS)
-def test_each_document_attends_to_itself_under_the_pattern_at_its_own_length(name, lengths, monkeypatch):
-    if name in SINGLE_RUNS:
-        monkeypatch.setattr(gather_rows, "take_rows", None)  # no row moves
+def test_each_document_attends_to_itself_under_the_pattern_at_its_own_length(packer, name, lengths, monkeypatch):
+    if packer == "kernels" and name in SINGLE_RUNS:
+        monkeypatch.setattr(documents, "put_rows", None)  # no row moves
     q_lens, k_lens, beyond = LENGTHS[lengths]
     check("torch", PATTERNS[name], q_lens, k_lens, beyond=beyond)
 
@@ -128,7 +129,7 @@ def test_new_lengths_compile_no_new_table():
 def sides_of(q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400)):
     """Documents of queries, and of keys unless these are the same."""
     return [
-        starts if starts is None else repack.PackedDocuments(torch.tensor(starts, device=DEVICE), *rest)
+        starts if starts is None else documents.PackedDocuments(torch.tensor(starts, device=DEVICE), *rest)
         for starts, *rest in zip((q_cu_seqlens, k_cu_seqlens), tokens, longest, strict=True)
     ]
 
@@ -150,20 +151,22 @@ STARTS = {
 @needs_triton
 @parametrize("name", [*SINGLE_RUNS, "both ways", "random"])
 @parametrize("starts", STARTS)
-def test_the_table_by_kernels_equals_that_made_on_the_host(name, starts, monkeypatch):
-    pattern, made = "full" if name == "dense" else PATTERNS[name], []
-    for by_kernels in (False, True):
-        monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device, by_kernels=by_kernels: by_kernels)
-        pack = in_place.build_packed_mask if name in SINGLE_RUNS else repack.repack_documents
-        made.append(pack(pattern, *sides_of(*STARTS[starts])))
-    if name not in SINGLE_RUNS:
-        assert all(map(torch.equal, (*made[0].queries, *made[0].keys), (*made[1].queries, *made[1].keys)))
-        made = [one.mask for one in made]
-    host, device = made
-    assert torch.equal(device.to_dense(), host.to_dense())
-    assert_well_formed(device)
-    if name in SINGLE_RUNS:  # no full block has a tile
-        assert torch.equal(*(mask.by_query.row_split[0, :, 0] - mask.by_query.row_ptr[0, :-1] for mask in made))
+def test_the_table_keeps_what_the_pattern_keeps_in_each_document(name, starts, monkeypatch):
+    monkeypatch.setattr(in_place, "can_use_kernels", lambda device: True)
+    pattern, (queries, keys) = "full" if name == "dense" else PATTERNS[name], sides_of(*STARTS[starts])
+    mask, rows = in_place.pack_documents(pattern, queries, keys), [torch.arange(1000, device=DEVICE)] * 2
+    assert isinstance(mask, moved.MovedDocuments) == (name not in SINGLE_RUNS)
+    if isinstance(mask, moved.MovedDocuments):
+        mask, *axes = mask
+        rows = [axis.row_of_token for axis in axes]
+    assert_well_formed(mask)
+    wanted, kept = torch.zeros(1000, 1000, dtype=torch.bool, device=DEVICE), mask.to_dense()
+    extents = [torch.stack(side.extents(), 1).tolist() for side in (queries, keys or queries)]
+    for (q_start, q_len), (k_start, k_len) in zip(*extents, strict=True):
+        if q_len and k_len:
+            whole = compile_up_to(pattern, q_len, k_len, 128, DEVICE).to_dense()
+            wanted[q_start : q_start + q_len, k_start : k_start + k_len] = whole
+    assert torch.equal(kept[rows[0][:, None], rows[1]], wanted)
 
 
 @given(
@@ -179,10 +182,13 @@ def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
     k_lens = q_lens if same else k_lens
     tokens = sum(q_lens) + beyond, sum(k_lens) + beyond
     sides = sides_of(bounds(q_lens), bounds(k_lens), tokens, (max(q_lens) + slack, max(k_lens) + slack))
-    sizes = sides[0][1:] + sides[1][1:]
-    plan, constants = in_place._make_plan("full" if pattern == "dense" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
-    plan = repack.PackPlan(*plan)
-    first, stop = in_place._packed_runs(constants[0].numpy(), *(side.cu_seqlens.cpu() for side in sides), plan)
+    spec = "full" if pattern == "dense" else SINGLE_RUNS[pattern]
+    (before, entries, tiles), (runs, *_) = in_place._make_plan(spec, *sides[0][1:], *sides[1][1:], same, torch.device("cpu"))
+    first, stop = np.zeros((2, tokens[0]), np.int64)
+    for q_start, q_len, k_start, k_len in zip(bounds(q_lens)[:-1], q_lens, bounds(k_lens)[:-1], k_lens, strict=True):
+        line = before * 128 + k_len - q_len
+        of_query = runs[:, line : line + q_len].numpy().clip(max=k_len)
+        first[q_start : q_start + q_len], stop[q_start : q_start + q_len] = of_query + k_start * (of_query[1] > of_query[0])
     blocks = [slice(low, low + 128) for low in range(0, tokens[0], 128)]
     touched = full = 0
     for block in blocks:
@@ -191,7 +197,7 @@ def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
             touched += -(-stop[block].max() // 128) - first[block][some].min() // 128
             if some.all() and len(some) == 128:
                 full += max(0, stop[block].min() // 128 + -first[block].max() // 128)
-    assert touched <= plan.entries and touched - full <= plan.run_tiles
+    assert touched <= entries and touched - full <= tiles
 
 
 def assert_well_formed(mask):
@@ -214,19 +220,6 @@ def assert_well_formed(mask):
                     entries.add((row, int(cols[entry]), kind, int(tiles[entry]) if kind else 0))
         said.append(entries)
     assert said[0] == {(row, col, kind, tile) for col, row, kind, tile in said[1]}
-
-
-@parametrize("heads_first", [True, False])
-@parametrize("dtype", [torch.float32, torch.float16])
-@needs_triton
-def test_rows_by_the_kernel_equal_those_by_indexing(monkeypatch, dtype, heads_first):
-    x = torch.randn(50, 3, 5, 20, device=DEVICE, dtype=dtype)[:, :, 2].transpose(0, 1).contiguous().transpose(0, 1)
-    index = torch.randint(-1, 50, (70,), device=DEVICE, dtype=torch.int32)
-    results = []
-    for by_kernels in (False, True):
-        monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device, by_kernels=by_kernels: by_kernels)
-        results.append(gather_rows.take_rows(x, index, index, float("-inf"), heads_first))
-    assert torch.equal(*results) and results[0].stride() == results[1].stride()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -261,20 +254,21 @@ def test_compiled_code_takes_new_lengths_and_numbers_of_documents(mask):
         assert counter.frame_count <= (1 if number < 3 else 3)
 
 
-def test_sizes_of_packed_tables_are_plain_numbers_where_those_of_their_arguments_are_symbols(monkeypatch):
+def test_sizes_of_packed_tables_are_plain_numbers_where_those_of_their_arguments_are_symbols():
     # Inductor cannot compile a backward pass that is given a size and not the symbol that it is made of.
-    monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: True)
-    pattern = sf.parse("causal & (local(9) | sinks(3))")
-    plan, tables = repack._make_plan(pattern, 1000, 400, 1000, 400, True, 8, torch.device("cpu"))
     mode = FakeTensorMode(shape_env=ShapeEnv())
 
     def dynamic(tensor):
-        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
+        sizes = [DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (tensor.dim() - 1)
+        context = StatelessSymbolicContext(dynamic_sizes=sizes)
         return mode.from_tensor(tensor, symbolic_context=context)
 
-    starts = dynamic(torch.zeros(9, dtype=torch.int32))
-    fake = [dynamic(t) for t in tables]
-    assert any(isinstance(size, torch.SymInt) for t in fake for size in t.shape)
+    side = documents.PackedDocuments(dynamic(torch.zeros(9, dtype=torch.int32)), 1000, 400)
+    sizes = 1000, 400, 1000, 400, True
+    plan, constants = in_place._make_plan("causal", *sizes, torch.device("cpu"))
+    moved_plan, entries = moved._make_plan("causal & (local(9) | sinks(3))", *sizes, 8, torch.device("cpu"))
     with mode:
-        made = torch.ops.sparse_flash.pack_documents(fake, starts, starts, plan)
+        starts, (runs, *_) = side.cu_seqlens, map(dynamic, constants)
+        made = torch.ops.sparse_flash.assemble_runs(runs, starts, starts, *sizes, *plan)
+        made += moved._assemble(side, side, list(map(dynamic, entries)), *moved_plan).mask.tensors()
     assert all(type(size) is int for t in made for size in t.shape)

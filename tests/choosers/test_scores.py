@@ -50,7 +50,7 @@ def scores(chooser, content, by_kernel=False):
     seed=st.integers(0, 99),
 )
 # The last block has fewer queries than are sampled.
-@example(sf.parse("sampled(3, keep=1, block=64, reduce='mean')"), (67, 67), (2, 1), True, None, None, torch.float32, 1 << 28, 0)
+@example(sf.parse("sampled(3, keep=1, block=64)"), (67, 67), (2, 1), True, None, None, torch.float32, 1 << 28, 0)
 def test_scores_are_those_of_the_docstring_however_many_logits_are_held(
     chooser, lengths, heads, causal, scale, starts, dtype, held, seed
 ):

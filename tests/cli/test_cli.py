@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import sparse_flash as sf
-from sparse_flash import backends
 from sparse_flash.benchmarks.measure import throughput
 from sparse_flash.cli import app
+from sparse_flash.core import backends
 from sparse_flash.masks.registry import _registry, find_docstring_line, pattern_class
 
 
@@ -63,11 +63,9 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
     "command, message",
     [
         ("show 'local(9)' --level tokens -n 100000", "too many to draw"),
-        ("show 'tile_window(layout, 1)'", "layout must be given: pass layout=sf.VideoLayout"),
-        ("show causal --import nowhere.py", "--import must be a Python file; got nowhere.py, which is not a file"),
+        ("show 'tile_window(layout, 1)'", "here write video_layout(frames, height, width)"),
+        ("show causal --import nowhere.py", "--import must be a Python file, whose name ends in .py; got nowhere.py"),
         ("gallery causal --out mask.gif", ".png or .svg"),
-        ("explain layout --video 5x16", "--video must be FRAMESxHEIGHTxWIDTH in tokens, such as 21x30x52; got '5x16'"),
-        ("explain causal --video 5x16x16", "spec must say where the layout of the video goes"),
         ("explain causal --dtype int8", "dtype must be one of bf16, fp16, fp32; got 'int8'"),
         ("bench 'ring(4)' --quick", "import the file that registers it, on the command line by --import FILE"),
         ("bench causal -n 0", "tokens must be an integer of at least 1; got 0"),
@@ -118,10 +116,10 @@ def own_file(tmp_path, monkeypatch):
 def test_commands_that_take_a_spec_take_a_file_of_the_users_patterns(own_file):
     assert "ringed" not in printed("patterns")
     listed = next(line for line in printed(f"patterns --import {own_file}").splitlines() if line.startswith("ringed "))
-    assert "Keeps keys whose distance" in listed and listed.rstrip().endswith(" ringed")  # its file
+    assert "Keeps keys whose distance" in listed
     assert "keeps 1.56% of the pairs" in printed(f"show ringed -n 128 --import {own_file}")
     assert "wrote" in printed(f"gallery ringed -n 128 --import {own_file} --out {own_file.parent}/masks.svg")
-    assert "causal & ringed(period=64)" in printed(f"explain 'causal & ringed(64)' -n 128 --import {own_file}")
+    assert "causal & ringed(64)" in printed(f"explain 'causal & ringed(64)' -n 128 --import {own_file}")
     listed = printed(f"bench 'causal & ringed(64)' --quick --list --import {own_file}")
     assert "speedup: B1 H2 N1024 D64 | causal & ringed(period=64) | sparse_flash" in listed
 
@@ -158,7 +156,7 @@ def test_sizes_are_those_of_every_case():
     [
         ("bench --help", "torch numpy scipy"),
         ("patterns", "torch"),
-        ("show causal -n 64", "triton sparse_flash.names sparse_flash.api sparse_flash.backends sparse_flash.parallel"),
+        ("show causal -n 64", "triton sparse_flash.names sparse_flash.api sparse_flash.core.operators sparse_flash.parallel"),
     ],
 )
 def test_looking_loads_no_more_than_it_needs(arguments, unloaded):
@@ -167,9 +165,9 @@ def test_looking_loads_no_more_than_it_needs(arguments, unloaded):
         f"import sys; sys.argv = ['sparse-flash', *{arguments.split()}]; from sparse_flash.cli import main\n"
         f"try: main()\nfinally: print('loaded:', sorted(set({unloaded.split()}) & set(sys.modules)))"
     )
-    environment = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "130", "LINES": "72"}
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8", "COLUMNS": "130", "LINES": "72"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=True)
-    said = done.stdout.decode("ascii")
+    said = done.stdout.decode()
     assert said.endswith("loaded: []\n") and len(said) > 500 and "\x1b" not in said, said
     assert "show" not in arguments or said.count("\n") > 32
 
@@ -189,7 +187,6 @@ def test_show_draws_tokens_at_small_lengths_and_blocks_at_large_ones(tmp_path):
     assert "8 x 12 tokens" in printed("show causal -n 8 --kv-len 12")
     large = printed(f"show 'causal & local(1024)' -n 65536 --out {tmp_path}/mask.png")
     assert "(blocks)" in large and re.search("\n·+[░▒]+·", large) and (tmp_path / "mask.png").stat().st_size > 1000
-    assert "by the share visited" in printed("show 'causal & sinks(1)' -n 512 --level visited")
 
 
 def test_a_terminal_shows_states_by_signs_and_colours():
@@ -210,18 +207,15 @@ def test_explain_says_what_is_kept_and_reached():
 
 
 def test_patterns_that_name_their_tokens_need_no_length(tmp_path):
-    video, layout = "tile_window(video_layout(4, 16, 16, tile=(2, 8, 4), prefix=7), 1)", "'tile_window(layout, 1)' --video 4x16x16"
-    explained = printed(f"explain '{video}'")
-    assert "1,031 queries x 1,031 keys" in explained and "in 2 x 2 x 4 tiles of 2 x 8 x 4; prefix 7, suffix 0" in explained
+    video = "tile_window(video_layout(4, 16, 16, tile=(2, 8, 4), prefix=7), 1)"
+    assert "1,031 queries x 1,031 keys" in printed(f"explain '{video}'")
     assert "1,031 x 1,031 tokens" in printed(f"show '{video}'")
-    assert "in 1 x 4 x 2 tiles of 4 x 4 x 8" in printed(f"explain {layout}")
-    assert "1,024 x 1,024 tokens" in printed(f"show {layout}")
     assert "65,536 queries" in printed("explain 'local(9)'") and "4,096 x 4,096 tokens" in printed("show 'local(9)'")
     assert "wrote" in printed(f"gallery '{video}' 'local(9)' --out {tmp_path}/masks.png")
 
 
 def test_doctor_names_every_back_end_and_its_reason():
     out = printed("doctor")
-    assert all(name in out for name in (*backends.NAMES, "torch", "triton", "scipy", "bfloat16, dropout"))
+    assert all(name in out for name in (*backends.NAMES, "torch", "triton", "scipy", "float32 on the CPU"))
     # Interpreted kernels are no way out where Hopper's are missing.
     assert "TRITON_INTERPRET" not in (backends.get_backend("hopper").why_unavailable() or "")

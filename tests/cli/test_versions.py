@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sparse_flash.backends import triton as triton_backend
-from sparse_flash.cli import app, versions
+from sparse_flash.cli import app, doctor
+from sparse_flash.core import triton as triton_backend
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -34,51 +34,37 @@ def bounds() -> dict[str, tuple[str, str | None]]:
 OLDEST, CI, NEWEST = (pins(f"constraints{name}.txt") for name in ("-oldest", "", "-newest"))
 # What the matrix has between the oldest and the newest: the series of torch, and of its Triton.
 BETWEEN = dict(re.findall(r"^TRITON_(\S+) := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
-ON_CPU = [(row.torch, row.triton) for row in versions.TESTED if row.device == "CPU"]
+# The table of what passed: torch, Triton, and the device.
+TESTED = re.findall(r"^\| (\d\S+) \| (\d\S+) \| \d\S+ \| ([^|]+) \|", (ROOT / "docs" / "versions.md").read_text(), re.MULTILINE)
+ON_CPU = [(torch, triton) for torch, triton, device in TESTED if device == "CPU"]
+
+
+def release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def series(*names: str) -> tuple[str, ...]:
-    return tuple(".".join(map(str, versions.release(name)[:2])) for name in names)
+    return tuple(".".join(map(str, release(name))) for name in names)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_the_range_ends_at_the_oldest_and_the_newest_version_tested(name):
-    tested = [versions.release(getattr(row, name)) for row in versions.TESTED]
-    first, stop = map(versions.release, bounds()[name])
-    assert first == min(tested) == versions.release(OLDEST[name])
-    assert (stop[0], stop[1] - 1) == max(tested) == versions.release(NEWEST[name])
+    tested = [release(row[name == "triton"]) for row in TESTED]
+    first, stop = map(release, bounds()[name])
+    assert first == min(tested) == release(OLDEST[name])
+    assert (stop[0], stop[1] - 1) == max(tested) == release(NEWEST[name])
 
 
 def test_what_ci_and_the_matrix_install_is_what_is_called_tested_on_a_cpu():
     pinned = {(OLDEST["torch"], OLDEST["triton"]), (NEWEST["torch"], NEWEST["triton"]), (CI["torch"], NEWEST["triton"])}
     assert {pair for pair in ON_CPU if series(*pair)[0] not in BETWEEN} == pinned
     assert {series(*pair) for pair in ON_CPU} == {series(*pair) for pair in pinned} | set(BETWEEN.items())
-    oldest, newest = (versions.release(environment["triton"])[1] for environment in (OLDEST, NEWEST))
-    assert {versions.release(triton)[1] for _, triton in ON_CPU} == set(range(oldest, newest + 1))  # each Triton of the range
+    oldest, newest = (release(environment["triton"])[1] for environment in (OLDEST, NEWEST))
+    assert {release(triton)[1] for _, triton in ON_CPU} == set(range(oldest, newest + 1))  # each Triton of the range
 
 
 def test_the_oldest_environment_has_the_lower_bound_of_every_dependency():
     assert all(OLDEST[name] == ".".join(f"{first}.0.0".split(".")[:3]) for name, (first, _) in bounds().items())
-
-
-def test_the_docs_have_the_rows_of_the_table():
-    page = (ROOT / "docs" / "versions.md").read_text()
-    assert versions.TESTED
-    for row in versions.TESTED:
-        assert f"| {row.torch} | {row.triton} | {row.python} | {row.device} | {row.what} |" in page
-
-
-@pytest.mark.parametrize(
-    "combination, tested, said",
-    [
-        (("3.13", "2.15.0+cu130", "3.9.0", False), True, "the newest version of every dependency"),
-        (("3.12", "2.11.0", "3.9.0", True), True, "1,027 random calls"),
-        (("3.13", "2.15.0", "3.9.0", True), False, "not tested together; tested: torch 2.11.0 with triton 3.6.0 on Python 3.12"),
-    ],
-)
-def test_a_combination_is_called_tested_only_where_it_was(combination, tested, said):
-    found, text = versions.verdict(*combination)
-    assert found is tested and said in text
 
 
 def test_what_triton_needs_and_does_not_find_is_said_with_the_way_out(monkeypatch, tmp_path):
@@ -86,12 +72,12 @@ def test_what_triton_needs_and_does_not_find_is_said_with_the_way_out(monkeypatc
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "apt-get install gcc" in CliRunner().invoke(app, ["doctor"]).output
     monkeypatch.setenv("CC", "no-such-cc")
-    assert "CC is 'no-such-cc'" in versions.compiler()[1]
-    monkeypatch.setattr(versions.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    found, said = versions.headers()
+    assert "CC is 'no-such-cc'" in doctor.find_compiler()[1]
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    found, said = doctor.find_headers()
     assert not found and f"there is no {tmp_path / 'Python.h'}" in said and "-dev" in said
     (tmp_path / "Python.h").touch()
-    assert versions.headers() == (True, str(tmp_path))
+    assert doctor.find_headers() == (True, str(tmp_path))
 
 
 @pytest.mark.parametrize(

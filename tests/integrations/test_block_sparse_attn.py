@@ -92,16 +92,12 @@ def test_each_head_of_each_document_is_the_definition(call):
     kept = torch.nn.functional.pad(torch.stack(kept), (0, 0, 0, call["past"])).to(DEVICE)
     of_host = [bounds_of(q_lens), bounds_of(kv_lens), *(torch.tensor(numbers, dtype=torch.int32) for numbers in (types, info))]
     documents = [t if call["on_host"] else t.to(DEVICE) for t in of_host]
-    if call["exact"]:
-        attend, rest = bsa.token_streaming_attn_func, (*longest, False, None, True)
-    elif 1 not in types:
-        attend, rest = bsa.block_streaming_attn_func, (*longest, 0.0, False, None, call["causal"], True)
-    else:
-        attend, rest = bsa.block_sparse_attn_func, (maps.to(DEVICE), *longest, 0.0, False, None, call["causal"], False, True)
+    exact, of_maps = call["exact"], maps.to(DEVICE) if 1 in types else None
 
     def run(q, k, v):
         packed = (t[0].transpose(0, 1) for t in (q, k, v))
-        out, lse, none = attend(*packed, *documents, *rest)
+        terms = 0.0, False, None, call["causal"], exact, True
+        out, lse, none = bsa.block_sparse_attn_func(*packed, *documents, of_maps, *longest, *terms)
         assert none is None and all(of_one[:, n:].isneginf().all() for of_one, n in zip(lse, q_lens, strict=True))
         past = lse.new_full((HEADS, call["past"]), float("-inf"))
         lse = torch.cat([*(of_one[:, :n] for of_one, n in zip(lse, q_lens, strict=True)), past], 1)

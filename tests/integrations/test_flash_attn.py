@@ -77,24 +77,6 @@ def test_sequences_are_each_the_definition(causal, window, terms, form):
     assert_right(Call(inputs, run, define), "auto")
 
 
-@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["plain", "terms"])
-def test_the_longest_sequence_may_be_a_tensor_of_one_number(softcap):
-    torch._dynamo.reset()
-    ends, (q, k, v) = ints(0, 5, 38, 40), torch.randn(3, 40, HEADS, DIM)
-    pages, table = torch.randn(15, 8, HEADS, DIM), torch.arange(15, dtype=torch.int32).view(3, 5)
-
-    def call(longest):
-        lengths, options = (ends, ends, longest, longest), {"softcap": softcap, "causal": True}
-        return (
-            fa.flash_attn_varlen_func(q, k, v, *lengths, **options),
-            fa.flash_attn_varlen_func(q, pages, pages, *lengths, **options, block_table=table),
-        )
-
-    given = ends.diff().max()  # as Transformers passes it
-    for ran in (call, torch.compile(call, fullgraph=True, backend="eager")):
-        torch.testing.assert_close(ran(given), call(33))
-
-
 CACHES = {
     "in one piece": {},
     "of other entries": {"index": ints(3, 1)},

@@ -3,7 +3,7 @@
 import pytest
 from oracle import DEVICE, tiles
 
-from sparse_flash.backends import hopper
+from sparse_flash.core import hopper
 
 pytest.importorskip("triton.experimental.gluon")
 from gluon_on_cpu import MASKS, assert_right

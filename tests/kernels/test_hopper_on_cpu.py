@@ -15,7 +15,7 @@ from oracle import poisoned_memory, tiles
 import sparse_flash as sf
 from sparse_flash.choosers import choose, features
 from sparse_flash.masks.grid import BlockGrid
-from sparse_flash.packed import gather_rows, in_place
+from sparse_flash.packed import in_place
 
 pytest.importorskip("triton.experimental.gluon")
 import gluon_on_cpu as emulated
@@ -151,8 +151,8 @@ def test_gradients_of_tiles_that_start_where_documents_start_repeat_in_any_order
 def test_packed_documents_are_attended_to_in_tiles_that_start_where_they_start(monkeypatch):
     for limit in ("_LEAST_TOKENS", "_LEAST_MEAN", "_LEAST_RUN"):
         monkeypatch.setattr(in_place, limit, 0)
-    monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: True)
-    monkeypatch.setattr(in_place, "_assemble_on_device", None)  # nothing needs the other table
+    monkeypatch.setattr(in_place, "can_use_kernels", lambda device: True)
+    monkeypatch.setattr(in_place, "_assemble", None)  # nothing needs the other table
     sizes = {"heads": 2, "kv_heads": 1, "head_dim": 64, "v_head_dim": 64, "dtype": torch.float16, "backend": "hopper"}
     call = varlen(Sizes(spec="causal", lens=(33, 7, 161, 184), q_len=600, **sizes))  # so that whole blocks are of no document
     with emulated.gluon_on_cpu(seed=1), tiles(by_document=True):

@@ -20,10 +20,3 @@ def test_the_portable_kernels_are_read_where_lengths_and_strides_are_1():
     rows = outcomes_of("specialization.py", "ones")
     assert {row["kernel"] for row in rows} >= {"forward", "grad_kv", "grad_qkv", "picked_grads"}
     assert [row for row in rows if row["refused"]] == []
-
-
-def test_rows_of_whole_16_bytes_move_in_pieces_of_16_bytes_without_spilling():
-    moves = outcomes_of("sm90.py", "moves")
-    assert len(moves) == 4 and all(k["stack"] == 0 for k in moves), moves
-    # A thread's part of a tile is four pieces.
-    assert all((k["wide"], k["wide_stores"]) == (4, 4) for k in moves if int(k["case"][0]) % 16 == 0), moves

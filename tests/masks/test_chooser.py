@@ -26,12 +26,6 @@ def same_block(some):
 several = st.lists(chosen.drawn(), min_size=1, max_size=3).map(same_block)
 
 
-def test_choosers_reduce_as_their_docstrings_say_unless_told():
-    reductions = {name: sf.parse(chosen.SPECIMENS[name]).reduction for name in chosen.COMPARING}
-    assert reductions == {"antidiagonal": "mean", "pooled": "mean", "sampled": "max"}
-    assert sf.parse("sampled(8, keep=1, reduce='mean')").reduction == "mean"
-
-
 def test_a_number_of_blocks_and_a_share_of_them_differ_as_numpys_do():
     one, all_of_them = type(POOLED)(keep=np.int64(1), block=np.int32(64)), type(POOLED)(keep=np.float32(1), block=64)
     assert (one.to_spec(), all_of_them.to_spec()) == ("pooled(keep=1, block=64)", "pooled(keep=1.0, block=64)")
@@ -68,17 +62,14 @@ def test_a_head_of_patterns_alone_must_have_the_limits_of_the_others():
 @parametrize(
     "options, error, message",
     [
-        ({}, ValueError, "{name} must have one rule of keep=, mass=, floor=, relative=, budget=; got none; pass one"),
+        ({}, ValueError, "{name} must have one rule of keep=, mass=, floor=, budget=; got none; pass one"),
         ({"keep": 2, "mass": 0.5}, ValueError, "must have one rule .*; got keep=2 and mass=0.5; pass one"),
         ({"keep": 0}, ValueError, "{name}: keep must be at least one block a row; got 0"),
         ({"keep": 0.0}, ValueError, r"keep as a share must be in \(0, 1\]; got 0.0; pass an int"),
         ({"keep": True}, TypeError, "keep must be an int, blocks a row, or a float, a share of them; got True"),
         ({"mass": 0}, ValueError, "{name}: mass must be a number, 0 < mass <= 1; got 0"),
         ({"floor": 1.1}, ValueError, "floor must be a number, 0 < floor <= 1; got 1.1"),
-        ({"relative": -0.5}, ValueError, "relative must be a number, 0 < relative <= 1; got -0.5"),
         ({"budget": float("nan")}, ValueError, "budget must be a number, 0 < budget <= 1; got nan"),
-        ({"keep": 2, "reduce": "sum"}, ValueError, "{name}: reduce must be 'max' or 'mean'; got 'sum'"),
-        ({"keep": 2, "share_group": "yes"}, ValueError, "{name}: share_group must be True or False; got 'yes'"),
         ({"keep": 2, "block": 32}, ValueError, "{name}: block must be one of 64, 128; got 32"),
         ({"keep": 2, "block": 0}, ValueError, "block must be an integer of at least 1; got 0"),
     ],
@@ -161,7 +152,7 @@ def test_a_chooser_works_without_a_name_and_has_text_and_is_listed_with_one():
     assert mine == Mine(3, keep=2) and mine.to_spec() == "mine(3, keep=2, far=False)" and "mine" in sf.list_choosers()
     assert "mine" not in sf.list_patterns() and Mine(3, True, floor=0.5).to_spec() == "mine(3, floor=0.5, far=True)"
     assert sf.parse(Mine(3, True, floor=0.5).to_spec()) == Mine(3, True, floor=0.5)
-    assert mine.reduction == "mean" and mine.block_size == 128 and sf.list_choosers() == sorted({*chosen.BUILT_IN, "mine"})
+    assert mine.block_size == 128 and sf.list_choosers() == sorted({*chosen.BUILT_IN, "mine"})
     with pytest.raises(ValueError, match="mine must have one rule"):
         Mine(3)
     with pytest.raises(NotImplementedError, match=r"Mine defines no scores; define scores\(self, q, k, grid\)"):

@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 from oracle import DEVICE, tiles
 
 import sparse_flash as sf
-from sparse_flash.backends import get_backend
 from sparse_flash.benchmarks.workload.masks import ragged_documents
+from sparse_flash.core.backends import get_backend
 from sparse_flash.masks import document_blocks
 from sparse_flash.masks.block_mask import compile_up_to
 from sparse_flash.masks.document_blocks import BLOCK
 from sparse_flash.masks.table import KernelTables
 from sparse_flash.masks.tiles import unpack_runs
-from sparse_flash.packed import gather_rows, in_place
-from sparse_flash.packed.repack import PackedDocuments, most_blocks
+from sparse_flash.packed import in_place
+from sparse_flash.packed.documents import PackedDocuments, most_blocks
+from sparse_flash.packed.long_document import long_document
 
 FORMS = (
     "causal",
@@ -134,13 +135,13 @@ PACKED = {  # pattern, cu_seqlens, tokens, the longest document
 def by_kernels(at_any_cost, monkeypatch):
     if reason := get_backend("triton").why_unavailable():
         pytest.skip(reason)
-    monkeypatch.setattr(gather_rows, "can_use_kernels", lambda device: True)
+    monkeypatch.setattr(in_place, "can_use_kernels", lambda device: True)
 
 
 def packed_mask(name: str, cu_seqlens=None) -> sf.BlockMask:
     pattern, bounds, tokens, longest = PACKED[name]
     starts = torch.tensor(bounds, device=DEVICE) if cu_seqlens is None else cu_seqlens
-    return in_place.build_packed_mask(pattern, PackedDocuments(starts, tokens, longest), None)
+    return in_place.pack_documents(pattern, PackedDocuments(starts, tokens, longest), None)
 
 
 @pytest.mark.parametrize("table", ["by_query", "by_key"])
@@ -155,7 +156,7 @@ def test_kernels_lay_packed_documents_out_by_document(by_kernels, name, table):
 def test_blocks_of_a_packed_document_are_visited_together_the_longest_document_first(by_kernels, pattern, table):
     ends = 0, 100, 500, 1500, 1900, 2600
     side = PackedDocuments(torch.tensor(ends, device=DEVICE), ends[-1] + 300, 1000)
-    work = getattr(in_place.build_packed_mask(pattern, side, None).by_document, table).work[0].cpu().numpy()
+    work = getattr(in_place.pack_documents(pattern, side, None).by_document, table).work[0].cpu().numpy()
     work = work[work[:, 0] < work[:, 7]]  # of blocks with tokens
     # The tokens after the last document lie in its blocks.
     document = np.searchsorted(ends[:-1], work[:, 0], side="right") - 1
@@ -173,9 +174,9 @@ def test_blocks_of_a_packed_document_are_visited_together_the_longest_document_f
 @settings(max_examples=30)
 def test_there_is_room_for_documents_of_any_lengths(pattern, lengths, beyond, slack):
     longest = max(lengths) + slack
-    runs = in_place._runs_of(pattern, longest, longest, True, torch.device("cpu"))
+    runs = long_document(pattern, longest, longest, True, torch.device("cpu")).runs
     blocks = most_blocks(sum(lengths) + beyond, len(lengths))
-    (entries, tiles), (first, stop) = runs.find_capacity(blocks, blocks, -(-longest // BLOCK)), runs.constants[0].numpy()
+    (entries, tiles), (first, stop) = runs.find_capacity(blocks, blocks, longest), runs.constants[0].numpy()
     rows = touched = full = 0
     for length, more in zip(lengths, [0] * (len(lengths) - 1) + [beyond], strict=True):
         rows += -(-(length + more) // BLOCK)

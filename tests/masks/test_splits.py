@@ -13,7 +13,8 @@ from oracle import DEVICE, heavy_rows_split
 
 import sparse_flash as sf
 from sparse_flash.masks.table import build_split_work, most_splits, split_limits
-from sparse_flash.packed import gather_rows, in_place, repack
+from sparse_flash.packed import in_place, moved
+from sparse_flash.packed.documents import PackedDocuments
 
 
 def rows_of(counts):
@@ -76,10 +77,10 @@ def test_a_block_map_splits_the_rows_that_the_compiled_mask_splits(side):
 @pytest.mark.parametrize("way", ["in place", "moved"])
 @needs_triton
 def test_packed_documents_are_split_by_query_and_by_key(way):
-    documents = repack.PackedDocuments(torch.tensor([0, 40, 700, 760], device=DEVICE), 760, 700)
+    documents = PackedDocuments(torch.tensor([0, 40, 700, 760], device=DEVICE), 760, 700)
     with pytest.MonkeyPatch.context() as patch, heavy_rows_split():
-        patch.setattr(gather_rows, "can_use_kernels", lambda device: True)
-        make = in_place.build_packed_mask if way == "in place" else lambda *call: repack.repack_documents(*call).mask
+        patch.setattr(in_place, "can_use_kernels", lambda device: True)
+        make = in_place.pack_documents if way == "in place" else lambda *call: moved.move_documents(*call).mask
         mask = make("causal", documents, None)
         for table in (mask.by_query, mask.by_key):
             assert (table.splits[0, :, 2] > 1).any()

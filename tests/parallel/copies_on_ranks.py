@@ -83,6 +83,11 @@ def copied(function: Callable[..., Any], *arguments: object, **options: object) 
     return found
 
 
+def traffic_of(pieces: np.ndarray, rank: int) -> Traffic:
+    """The traffic in which pieces[i, j] go from rank i to rank j, each to one rank."""
+    return Traffic([np.repeat(np.eye(len(pieces), dtype=bool), counts, axis=1) for counts in pieces], rank)
+
+
 def exchanged(rounds: int, seed: int) -> None:
     """Random numbers of pieces of random sizes arrive as a process group moves them, and the bytes held only grow."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -92,9 +97,9 @@ def exchanged(rounds: int, seed: int) -> None:
         for number in range(rounds):
             pieces = generator.integers(0, 5, (ranks, ranks)) * generator.integers(0, 2, (ranks, ranks))
             shape = [int(size) for size in generator.integers(1, 120, 3)]
-            traffic = Traffic(pieces, rank)
+            traffic = traffic_of(pieces, rank)
             of_rank = torch.Generator().manual_seed(100 * seed + number * ranks + rank)
-            sent = torch.randn(traffic.sent, *shape, generator=of_rank, device="cpu")
+            sent = torch.randn(sum(traffic.sends), *shape, generator=of_rank, device="cpu")
             dtype, arrived = [torch.float32, torch.bfloat16][number % 2], []
             for route in (memory, None):
                 received = torch.full((traffic.received, *shape), float("nan"), dtype=dtype, device=DEVICE)
@@ -115,7 +120,7 @@ def agreed(**of_second: Any) -> tuple[bool, list[str]]:
     tried = MagicMock(side_effect=here["error"] and RuntimeError(here["error"]))
     with (
         patch.object(torch.version, "cuda", "13.0"),
-        patch.object(peer_memory, "_host", return_value=here["host"]),
+        patch.object(peer_memory.socket, "gethostname", return_value=here["host"]),
         patch.dict(os.environ, {peer_memory.SWITCH: here["switch"]}),
         patch.object(peer_memory.symmetric_memory, "nvlinks", return_value=here["links"]),
         patch.object(peer_memory, "PeerMemory", tried),

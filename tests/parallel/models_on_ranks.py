@@ -28,7 +28,7 @@ SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_at
 # Of other models than Llama. The chunks of Llama 4 are longer than the sequence.
 FAMILIES = {
     "gemma3_text": {"head_dim": 16, "sliding_window": TOKENS, "layer_types": ["sliding_attention", "full_attention"]},
-    "gpt2": {"num_key_value_heads": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt2": {"num_key_value_heads": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "llama4_text": {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "attention_chunk_size": TOKENS},
     "mixtral": {"num_local_experts": 4},
     "phi3": {"pad_token_id": 0},
@@ -51,43 +51,36 @@ def words_of(batch: int) -> torch.Tensor:
 
 
 def of_transformers(name: str, labelled: int, compiled: bool = False) -> list[float]:
-    """The loss, logits and gradients of parameters of a model with a mask for each layer, and dropout. labelled: how many tokens
+    """The loss, logits and gradients of parameters of a model with a mask for each layer. labelled: how many tokens
     have labels, from the first."""
-    dropout = "attn_pdrop" if name == "gpt2" else "attention_dropout"
-    model = causal_model(name, **{dropout: 0.1})
+    model = causal_model(name)
     whole = copy.deepcopy(model)
     words = words_of(2)
     labels = words.clone()
     labels[:, labelled:] = -100
-    torch.manual_seed(2)
     wanted = use_sparse_flash(whole, per_layer=MASKS)(words, labels=labels)
     wanted.loss.backward()
     kv_heads = model.config.num_attention_heads if name == "gpt2" else 2
     plans = sf.context_parallel(MASKS, TOKENS, mesh(), heads=4, kv_heads=kv_heads, block_size=64)
     use_sparse_flash(model, plans)
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    torch.manual_seed(2 + dist.get_rank())
     out = run(words, labels=labels)
     out.loss.backward()
     loss = out.loss.detach().clone()
     for tensor in (loss, *(p.grad for p in model.parameters() if p.grad is not None)):
         dist.all_reduce(tensor)
     gradients = [[p.grad for p in one.parameters() if p.grad is not None] for one in (model, whole)]
-    results = [loss, plans.unshard(out.logits, 1)], [wanted.loss.detach(), wanted.logits.detach()]
+    results = [loss, plans[0].unshard(out.logits, 1)], [wanted.loss.detach(), wanted.logits.detach()]
     return [difference(*results), difference(*gradients)]
 
 
-def of_packed(given: str, compiled: bool) -> list[float]:
-    """Packed documents whose positions restart. given: by what the plan knows the documents."""
+def of_packed(compiled: bool) -> list[float]:
+    """Packed documents whose positions restart."""
     starts = [0, 130, 320]
     words = words_of(1)
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise((*starts, TOKENS))])[None]
     wanted = use_sparse_flash(causal_model("llama"), "causal & local(100)")(words, labels=words, position_ids=positions)
-    if given == "planner":
-        with sf.ContextParallel(mesh(), "causal & local(100)", q_len=TOKENS, block_size=64) as planner:
-            plan = planner.submit([*starts, TOKENS]).result()
-    else:
-        plan = sf.context_parallel(f"causal & local(100) & documents([0, 130, 320, {TOKENS}])", TOKENS, mesh(), block_size=64)
+    plan = sf.context_parallel(f"causal & local(100) & documents([0, 130, 320, {TOKENS}])", TOKENS, mesh(), block_size=64)
     model = use_sparse_flash(causal_model("llama"), plan)
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     out = run(words, labels=words, position_ids=positions)
@@ -109,9 +102,10 @@ def refused_by_transformers() -> list[tuple[str, str]]:
     mixtral, chunked = causal_model("mixtral", output_router_logits=True), causal_model("llama4_text", attention_chunk_size=100)
     restarted = torch.cat([torch.arange(130), torch.arange(TOKENS - 130)])[None]
     strangers = "layers [1] do not share their tokens with layer 0"
+    dropping = use_sparse_flash(causal_model("llama", attention_dropout=0.1), plans).train()
     calls = [
+        ("dropout, which config.attention_dropout", lambda: dropping(words)),
         ("labels cannot be used with a plan", lambda: tags(words, labels=words)),
-        ("LlamaForTokenClassification", lambda: tags(words, labels=words)),
         ("logits_to_keep cannot be used with a plan", lambda: model(words, labels=words, logits_to_keep=1)),
         ("cu_seq_lens_q cannot be used with a plan", lambda: model(words, cu_seq_lens_q=sequences)),
         ("config.output_router_logits cannot be used with a plan", lambda: use_sparse_flash(mixtral, plans)(words)),
@@ -146,7 +140,5 @@ def trained(tokens: Path, folder: Path, context: int, sharding: str, until: int,
         row = run.step()
         rows += row["loss"], row["gradient_norm"], run.evaluate(3)
     run.save()
-    if run.planner:
-        run.planner.close()
     torch.use_deterministic_algorithms(False)
     return rows

@@ -4,10 +4,10 @@ import copies_on_ranks
 import numpy as np
 import on_ranks
 import pytest
+from copies_on_ranks import traffic_of
 from on_ranks import CASES
 
 from sparse_flash.parallel.planning import PlanOptions, plan_sequence
-from sparse_flash.parallel.traffic import Traffic
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -15,11 +15,13 @@ def test_a_rank_writes_each_block_once_and_others_get_few_runs(name):
     mask, ranks = on_ranks.whole_of(name), 4
     options = PlanOptions(block_size=mask.block_size, strategy="blocks")
     for rank in range(ranks):
-        exchange = plan_sequence([mask], [0], rank, ranks, options).local_masks[0]
-        messages = exchange.traffic.layout
-        assert len(exchange.message_blocks) == messages.pieces[rank] <= len(exchange.sent_blocks)
+        exchange = plan_sequence([mask], [1], rank, ranks, options)[1][0]
+        traffic = exchange.traffic
+        assert len(exchange.message_blocks) == traffic.wanted[rank].shape[1] <= len(exchange.sent_blocks)
         assert np.array_equal(np.unique(exchange.sent_blocks), np.sort(exchange.message_blocks))
-        assert max(map(len, messages.runs)) <= 2 ** (ranks - 2)  # of eight sets, four have a rank, two and two beside each other
+        assert max(len(traffic.runs(source)) for source in range(ranks)) <= 2 ** (
+            ranks - 2
+        )  # of eight sets, four have a rank, two and two beside each other
 
 
 BUTTERFLY = [[0, 5, 5, 0], [5, 0, 0, 5], [5, 0, 0, 5], [0, 5, 5, 0]]
@@ -27,7 +29,7 @@ BUTTERFLY = [[0, 5, 5, 0], [5, 0, 0, 5], [5, 0, 0, 5], [0, 5, 5, 0]]
 
 @pytest.mark.parametrize("pieces", [BUTTERFLY, 1 - np.eye(8, dtype=int)], ids=["butterfly", "all to all"])
 def test_no_two_ranks_get_pieces_from_one_at_a_time(pieces):
-    orders = [Traffic(np.array(pieces), rank).order for rank in range(len(pieces))]
+    orders = [traffic_of(np.array(pieces), rank).order for rank in range(len(pieces))]
     for rank, order in enumerate(orders):
         assert sorted(order) == [source for source in range(len(pieces)) if pieces[source][rank]]
     assert all(len(set(turn)) == len(orders) for turn in zip(*orders, strict=True))
@@ -48,7 +50,7 @@ def test_pieces_of_any_size_arrive_as_a_process_group_moves_them(pools, ranks):
         ({"host": "two"}, False),
         ({"gpu": 0}, False),
         ({"links": [[18, 18, 18], [18, 18, 0], [18, 0, 18]]}, False),
-        ({"error": "no room for handles"}, False),
+        ({"error": "no memory for handles"}, False),
     ],
 )
 def test_all_ranks_share_memory_or_none_does_and_a_failed_trial_is_said_where_it_failed(pools, of_second, shares):
@@ -57,4 +59,4 @@ def test_all_ranks_share_memory_or_none_does_and_a_failed_trial_is_said_where_it
     warned = [len(messages) for _, messages in found]
     assert warned == [0, "error" in of_second, 0]
     if "error" in of_second:
-        assert "no room for handles" in found[1][1][0] and "SPARSE_FLASH_COPY_ENGINES=0" in found[1][1][0]
+        assert "no memory for handles" in found[1][1][0] and "SPARSE_FLASH_COPY_ENGINES=0" in found[1][1][0]

@@ -10,9 +10,9 @@ import torch
 from oracle import DEVICE, record
 
 import sparse_flash as sf
-from sparse_flash.backends import hopper, reference
+from sparse_flash.core import hopper, reference
 from sparse_flash.parallel import calls, transfer
-from sparse_flash.parallel.routes import LocalMask, TwoCalls
+from sparse_flash.parallel.routes import TwoCalls, take_mask
 
 pytest.importorskip("triton.experimental.gluon")
 import gluon_on_cpu as emulated
@@ -40,7 +40,7 @@ class Rank:
         tensors = [torch.randn((1, n, length, dim), generator=generator) for (n, dim), length in zip(sizes, lengths, strict=True)]
         self.q, k, v, dout = (t.half().to(DEVICE) for t in tensors)
         mask, self.scale = sf.compile_mask(spec, 4 * BLOCK, block_size=BLOCK), head_dim**-0.5
-        both = LocalMask.from_blocks(mask, OWN, np.concatenate([OWN, OTHERS])).to(torch.device(DEVICE)).mask
+        both = take_mask(mask, OWN, np.concatenate([OWN, OTHERS])).to(DEVICE)
         exact = [t.double() for t in (self.q, k, v)]
         call = record(*exact, both, self.scale)
         out, lse = reference.forward(call)
@@ -50,12 +50,12 @@ class Rank:
         self.k, self.v = k[:, :, : 2 * BLOCK].clone(), v[:, :, : 2 * BLOCK].clone()
         self.fetched = transfer.empty_blocks(k, v, 2, BLOCK)
         transfer.pack(k[:, :, 2 * BLOCK :], v[:, :, 2 * BLOCK :], self.fetched)
-        near, far = (LocalMask.from_blocks(mask, OWN, columns) for columns in (OWN, OTHERS))
+        near, far = (take_mask(mask, OWN, columns) for columns in (OWN, OTHERS))
         self.calls = TwoCalls(near, far).to(torch.device(DEVICE))
 
     def backward(self, deterministic=False):
         """(whether the calls have one sum of dQ, what is off by too much)"""
-        run = calls.PartialAttention(None, None, None, self.scale, deterministic, "hopper", 0.0)
+        run = calls.PartialAttention(None, self.scale, deterministic, "hopper")
         gradients, own, head_dim = torch.full_like(self.fetched, float("nan")), (self.k, self.v), self.q.shape[3]
         joined = run.join_calls(self.rows, own, transfer.unpack(self.fetched, head_dim), self.calls)
         message = SimpleNamespace(pieces=gradients, send=lambda: transfer.PendingExchange(gradients.clone()))

@@ -25,14 +25,23 @@ EARLIEST = -9  # queries before the first key, as with more queries than keys
 
 
 def in_window_of(p, q, kv):
-    """``neighborhood``: cell by cell, as lists of the cells of the window."""
-    cells = int(np.prod(p.shape))
+    """``neighborhood``: cell by cell, as lists of the cells of one remainder, of those that share a window, and of the window."""
+    cells, ones = int(np.prod(p.shape)), (1,) * len(p.shape)
     if not (0 <= q < cells and 0 <= kv < cells):
         return False
-    for axis, (extent, window, causal) in enumerate(zip(p.shape, p.window, p.causal or [False] * len(p.shape), strict=True)):
+    options = (p.stride or ones, p.dilation or ones, p.causal or [False] * len(ones))
+    for axis, (extent, window, stride, dilation, causal) in enumerate(zip(p.shape, p.window, *options, strict=True)):
         after = int(np.prod(p.shape[axis + 1 :]))
         at, key = q // after % extent, kv // after % extent
-        seen = list(range(max(0, at - window + 1), at + 1)) if causal else moved_inward(at, window, extent)
+        alike = list(range(at % dilation, extent, dilation))
+        strides = [alike[low : low + stride] for low in range(0, len(alike), stride)]
+        (own,) = (cells for cells in strides if at in cells)
+        if causal:
+            last = alike.index(own[-1])
+            seen = [cell for cell in alike[max(0, last - window + 1) : last + 1] if cell <= at]
+        else:
+            leader = alike.index(own[min(stride // 2, len(own) - 1)])
+            seen = [alike[number] for number in moved_inward(leader, window, len(alike))]
         if key not in seen:
             return False
     return True
@@ -258,8 +267,9 @@ KINDS = [list, np.array, np.int32, torch.tensor, torch.IntTensor]
         (lambda: sf.random(np.float64(0.5)), lambda: sf.random(0.5)),
         (lambda: sf.random(1), lambda: sf.random(1.0)),
         (lambda: sf.neighborhood([64, 64], 7), lambda: sf.neighborhood(np.array([64, 64]), (7, 7))),
-        (lambda: sf.neighborhood((9, 9), 3, False), lambda: sf.neighborhood((9, 9), 3)),
+        (lambda: sf.neighborhood((9, 9), 3, 1, (1, 1), False), lambda: sf.neighborhood((9, 9), 3)),
         (lambda: sf.neighborhood((9, 9), 3, causal=[True, False]), lambda: sf.neighborhood((9, 9), 3, causal=(True, False))),
+        (lambda: sf.neighborhood((9, 9), 3, torch.tensor([2, 1]), np.int64(3)), lambda: sf.neighborhood((9, 9), 3, (2, 1), (3, 3))),
         (lambda: sf.neighborhood((9,), torch.tensor(3)), lambda: sf.neighborhood((9,), [3])),
         *((lambda kind=kind: sf.documents(kind([0, 5, 5, 9])), lambda: sf.parse("documents((0, 5, 9))")) for kind in KINDS),
         *(
@@ -289,6 +299,8 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
         (lambda: sf.neighborhood((4, 4), (3,)), "one number for each axis"),
         (lambda: sf.neighborhood((2, 2, 2, 2), 1), "1 to 3 axes"),
         (lambda: sf.neighborhood(64, 7), "shape must be a sequence"),
+        (lambda: sf.neighborhood((9, 9), 3, stride=4), r"stride must have one number .* at most \(3, 3\); got \(4, 4\)"),
+        (lambda: sf.neighborhood((9, 9), (3, 5), dilation=2), r"dilation must have .* at most \(3, 1\); got \(2, 2\)"),
         (lambda: sf.neighborhood((9, 9), 3, causal=1), r"causal must be True or False.*got \(1, 1\)"),
         (lambda: sf.video_layout(1, 2, 2, (4, 4)), r"tile must be \(frames, height, width\); got \(4, 4\)"),
         (lambda: sf.video_layout(9, 9, 9, (3, 4, 8)), r"power of two of tokens, at most 256.*got \(3, 4, 8\), 96 tokens; Vid.*of"),

@@ -29,33 +29,33 @@ def whole_numbers(*shape, seed=0, largest=3):
     return torch.randint(-largest, largest + 1, shape, generator=generator).float().to(DEVICE)
 
 
-def definition(score_blocks, q, kv_heads, kv_len, keep, every, size, share_group):
-    """(batch, heads that pick, groups) lists of blocks, from the definition's words; None where rounding may decide.
+def definition(score_blocks, q, kv_heads, kv_len, keep, size, share_group):
+    """(batch, heads that pick, q_len) lists of blocks, from the definition's words; None where rounding may decide.
 
     score_blocks: (batch entry, query head, key head, query, its position, blocks before its own) -> a score of each.
     """
     batch, heads, q_len, _ = q.shape
     group, picking = heads // kv_heads, kv_heads if share_group else heads
-    picks = np.empty((batch, picking, -(-q_len // every)), object)
-    for b, h, g in np.ndindex(*picks.shape):
-        positions = [t + kv_len - q_len for t in range(g * every, min((g + 1) * every, q_len))]
-        own = {position // size for position in positions if position >= 0}
-        before = max(positions[0], 0) // size
+    picks = np.empty((batch, picking, q_len), object)
+    for b, h, t in np.ndindex(*picks.shape):
+        position = t + kv_len - q_len
+        own = {position // size} if position >= 0 else set()
+        before = max(position, 0) // size
         asking = range(h * group, (h + 1) * group) if share_group else [h]
-        scores = sum(np.array(score_blocks(b, a, a // group, g * every, positions[0], before)) for a in asking)
+        scores = sum(np.array(score_blocks(b, a, a // group, t, position, before)) for a in asking)
         best = sorted(range(before), key=lambda c: (-scores[c], c))
         last, next_ = (scores[best[c]] if 0 <= c < before else None for c in (keep - 2, keep - 1))
         clear = None in (last, next_) or last == next_ or abs(last - next_) > 1e-4 * abs(last)
-        picks[b, h, g] = sorted(own | set(best[: keep - 1])) if clear else None
+        picks[b, h, t] = sorted(own | set(best[: keep - 1])) if clear else None
     return picks
 
 
-def picked_by_keys(q, k, keep, every, size, share_group, score):
+def picked_by_keys(q, k, keep, size, share_group, score):
     def scores(b, h, kv_head, t, position, before):
         products = (k[b, kv_head, : before * size].double() @ q[b, h, t].double()).view(before, size)
         return (products.mean(1) if score == "mean" else products.amax(1)).tolist()
 
-    return definition(scores, q, k.shape[1], k.shape[2], keep, every, size, share_group)
+    return definition(scores, q, k.shape[1], k.shape[2], keep, size, share_group)
 
 
 def lists(picks):
@@ -72,7 +72,6 @@ LENGTHS = st.tuples(st.integers(1, 120), st.integers(1, 120)) | st.integers(1, 1
 @settings(max_examples=25)
 @given(
     lengths=LENGTHS,
-    every=st.sampled_from([1, 2, 3, 16, 40]),
     keep=st.integers(1, 9),
     size=st.sampled_from([16, 32]),
     heads=st.sampled_from([(1, 1), (4, 2), (2, 1)]),
@@ -81,16 +80,16 @@ LENGTHS = st.tuples(st.integers(1, 120), st.integers(1, 120)) | st.integers(1, 1
     held=held,
     seed=st.integers(0, 99),
 )
-def test_what_is_picked_is_what_the_definition_picks(lengths, every, keep, size, heads, share_group, score, held, seed):
+def test_what_is_picked_is_what_the_definition_picks(lengths, keep, size, heads, share_group, score, held, seed):
     (q_len, kv_len), (q_heads, kv_heads) = lengths, heads
     q, k = whole_numbers(2, q_heads, q_len, 4, seed=seed), whole_numbers(2, kv_heads, kv_len, 4, seed=seed + 1)
     with mock.patch.object(choice, "_CHUNK_CPU", held):
-        selection = sf.topk_blocks(q, k, keep, every=every, block_size=size, share_group=share_group, score=score)
-    assert selection.heads == (kv_heads if share_group else q_heads) and selection.own
-    assert (lists(selection.picks) == picked_by_keys(q, k, keep, every, size, share_group, score)).all()
+        selection = sf.topk_blocks(q, k, keep, every=1, block_size=size, share_group=share_group, score=score)
+    assert selection.heads == (kv_heads if share_group else q_heads)
+    assert (lists(selection.picks) == picked_by_keys(q, k, keep, size, share_group, score)).all()
 
 
-def picked_by_compressed(q, keys, keep, every, size, share_group, kv_len, length, stride):
+def picked_by_compressed(q, keys, keep, size, share_group, kv_len, length, stride):
     """Attention to compressed keys gives a block their weights, by a key's strides in it."""
 
     def scores(b, h, kv_head, t, position, before):
@@ -101,11 +100,19 @@ def picked_by_compressed(q, keys, keep, every, size, share_group, kv_len, length
             found[i : i + length // stride] += weight
         return found[: before * size // stride].reshape(before, size // stride).sum(1)
 
-    return definition(scores, q, keys.shape[1], kv_len, keep, every, size, share_group)
+    return definition(scores, q, keys.shape[1], kv_len, keep, size, share_group)
 
 
 def compressed_count(kv_len, length, stride):
     return max(0, (kv_len - length) // stride + 1)
+
+
+def lse_of(q, keys, kv_len, length, stride):
+    """Of attention to compressed keys that have no token after a query."""
+    scores = q.double() @ keys.double().repeat_interleave(q.shape[1] // keys.shape[1], 1).mT * q.shape[3] ** -0.5
+    last = torch.arange(keys.shape[2], device=DEVICE) * stride + length - 1
+    position = torch.arange(q.shape[2], device=DEVICE)[:, None] + kv_len - q.shape[2]
+    return scores.masked_fill(last > position, -torch.inf).logsumexp(-1)
 
 
 COMPRESSIONS = [(16, 16, 16), (32, 16, 64), (8, 4, 16), (32, 32, 64), (48, 16, 32), (64, 16, 32)]
@@ -114,7 +121,6 @@ COMPRESSIONS = [(16, 16, 16), (32, 16, 64), (8, 4, 16), (32, 32, 64), (48, 16, 3
 @settings(max_examples=25)
 @given(
     lengths=LENGTHS,
-    every=st.sampled_from([1, 3, 40]),
     keep=st.integers(1, 5),
     sizes=st.sampled_from(COMPRESSIONS),
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
@@ -122,15 +128,16 @@ COMPRESSIONS = [(16, 16, 16), (32, 16, 64), (8, 4, 16), (32, 32, 64), (48, 16, 3
     held=held,
     seed=st.integers(0, 99),
 )
-def test_compressed_keys_choose_by_the_weights_of_attention_to_them(lengths, every, keep, sizes, heads, share_group, held, seed):
+def test_compressed_keys_choose_by_the_weights_of_attention_to_them(lengths, keep, sizes, heads, share_group, held, seed):
     (q_len, kv_len), (length, stride, block) = lengths, sizes
     generator = torch.Generator().manual_seed(seed)
     q = tensor((2, heads[0], q_len, 4), generator=generator)
     keys = tensor((2, heads[1], compressed_count(kv_len, length, stride), 4), generator=generator)
-    options = {"every": every, "block_size": block, "share_group": share_group, "compression": (length, stride), "kv_len": kv_len}
+    options = {"block_size": block, "share_group": share_group, "compression": (length, stride), "kv_len": kv_len}
+    options |= {"every": 1, "lse": lse_of(q, keys, kv_len, length, stride)}
     with mock.patch.object(choice, "_CHUNK_CPU", held):
         selection = sf.topk_blocks(q, keys, keep, score="softmax", **options)
-    wanted = picked_by_compressed(q, keys, keep, every, block, share_group, kv_len, length, stride)
+    wanted = picked_by_compressed(q, keys, keep, block, share_group, kv_len, length, stride)
     found = lists(selection.picks)
     assert all(wanted[place] in (None, found[place]) for place in np.ndindex(*wanted.shape))
     undecided = sum(picks is None for picks in wanted.flat)
@@ -139,24 +146,18 @@ def test_compressed_keys_choose_by_the_weights_of_attention_to_them(lengths, eve
 
 def test_equal_weights_of_blocks_go_to_the_first_ones():
     q, keys = torch.zeros(1, 4, 100, 8, device=DEVICE), whole_numbers(1, 2, 5, 8)
-    selection = sf.topk_blocks(q, keys, 3, every=1, block_size=16, score="softmax", compression=(32, 16), share_group=True)
+    options = {"compression": (32, 16), "share_group": True, "lse": lse_of(q, keys, 100, 32, 16)}
+    selection = sf.topk_blocks(q, keys, 3, every=1, block_size=16, score="softmax", **options)
     # The first stride is of one compressed key, the others of two.
     assert lists(selection.picks)[0, 1, [20, 40, 90]].tolist() == [[0, 1], [0, 1, 2], [1, 2, 5]]
 
 
-@parametrize("every", [1, 3])
-def test_an_lse_that_is_known_chooses_like_one_that_is_computed(every):
+def test_a_head_whose_weights_are_a_million_times_larger_decides():
     generator = torch.Generator().manual_seed(0)
     q, keys = tensor((2, 4, 90, 8), generator=generator), tensor((2, 2, 5, 8), generator=generator)
-    scores = (q @ keys.repeat_interleave(2, 1).mT / 8**0.5).masked_fill(
-        torch.arange(15, 90, 16, device=DEVICE)[:5] > torch.arange(90, device=DEVICE)[:, None], -torch.inf
-    )
-    options = {"every": every, "block_size": 16, "score": "softmax", "share_group": True}
-    lse = scores.logsumexp(-1).double()
-    assert torch.equal(sf.topk_blocks(q, keys, 3, lse=lse, **options).picks, sf.topk_blocks(q, keys, 3, **options).picks)
-    # A head whose weights are a million times larger decides alone.
+    lse, options = lse_of(q, keys, 90, 16, 16), {"every": 1, "block_size": 16, "score": "softmax", "share_group": True}
     lse[:, ::2] -= 14
-    alone = sf.topk_blocks(q[:, ::2], keys, 3, **options).picks
+    alone = sf.topk_blocks(q[:, ::2], keys, 3, lse=lse[:, ::2], **options).picks
     assert torch.equal(sf.topk_blocks(q, keys, 3, lse=lse, **options).picks, alone)
 
 
@@ -173,8 +174,6 @@ def test_given_scores_choose_and_those_that_are_none_never_do():
     selection = sf.topk_blocks(scores=scores, keep=3, block_size=16)
     assert lists(selection.picks)[0, 0, [0, 20, 40, 63]].tolist() == [[0], [0, 1], [0, 1, 2], [0, 1, 3]]
     assert lists(selection.picks)[0, 1, [20, 40, 63]].tolist() == [[1], [2], [2, 3]]
-    shared = sf.topk_blocks(scores=scores[:, :, ::16], keep=2, every=16, block_size=16, q_len=60)
-    assert shared.q_len == shared.kv_len == 60 and lists(shared.picks)[0, 0].tolist() == [[0], [0, 1], [0, 2], [0, 3]]
 
 
 def test_what_is_always_kept_comes_on_top_to_the_token():
@@ -197,36 +196,40 @@ def assert_kernel_agrees(choose, *small: str) -> None:
         assert torch.equal(choose(), wanted)
 
 
-# every, q_len, kv_len, keep, heads, tokens of documents, of which each begins at a block of its own
+# q_len, kv_len, keep, heads, tokens of documents, of which each begins at a block of its own
 OF_KEYS = [
-    (1, 50, 50, 3, (2, 2), None),
-    (3, 60, 100, 1, (2, 1), None),
-    (40, 100, 70, 6, (3, 1), None),
-    (1, 5, 130, 6, (4, 2), None),
-    (1, 60, 96, 3, (4, 2), (15, 20, 25)),
+    (50, 50, 3, (2, 2), None),
+    (60, 100, 1, (2, 1), None),
+    (100, 70, 6, (3, 1), None),
+    (5, 130, 6, (4, 2), None),
+    (60, 96, 3, (4, 2), (15, 20, 25)),
 ]
 
 
 @needs_triton
 @parametrize("kind", ["mean", "max", "given"])
-@parametrize("every, q_len, kv_len, keep, heads, documents", OF_KEYS)
-def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, heads, documents, poison):
-    batch, bounds = 2 if every > 1 else 1, None
+@parametrize("q_len, kv_len, keep, heads, documents", OF_KEYS)
+def test_the_kernel_picks_what_pytorch_picks(kind, q_len, kv_len, keep, heads, documents, poison):
+    batch, bounds = 1 if documents else 2, None
     if documents:  # the first block of each query's document, and its own
         first = torch.arange(len(documents)).mul(2).repeat_interleave(torch.tensor(documents))
         own = first + torch.cat([torch.arange(tokens) for tokens in documents]) // 16
         bounds = torch.stack([first, own], 1).int().to(DEVICE)
+
+    def choose(kind, source, keys, heads):
+        return choice.choose(choice.BlockChoice(kind, heads, keep, 16, kv_len), source, keys, bounds=bounds)
+
     if kind == "given":
-        scores = whole_numbers(batch, 2, -(-q_len // every), -(-kv_len // 16))
+        scores = whole_numbers(batch, 2, q_len, -(-kv_len // 16))
         scores[0, 0, :, 0], scores[0, 1, :, 0] = float("-inf"), float("nan")
-        assert_kernel_agrees(lambda: choice.choose_by_scores(scores, keep, every, 16, q_len, kv_len, bounds), kind)
+        assert_kernel_agrees(lambda: choose(kind, scores, None, 2), kind)
         return
     q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
     for share_group in (False, True):
-        assert_kernel_agrees(lambda shared=share_group: choice.choose_by_keys(q, k, keep, every, 16, shared, kind, bounds), kind)
+        assert_kernel_agrees(lambda picking=heads[share_group]: choose(kind, q, k, picking), kind)
 
 
-OF_COMPRESSED = [(1, 35, 130, 3, (4, 2)), (3, 60, 100, 1, (2, 1)), (1, 45, 40, 4, (3, 1))]  # every, q_len, kv_len, keep, heads
+OF_COMPRESSED = [(35, 130, 3, (4, 2)), (60, 100, 1, (2, 1)), (45, 40, 4, (3, 1))]  # q_len, kv_len, keep, heads
 
 
 @needs_triton
@@ -234,14 +237,14 @@ OF_COMPRESSED = [(1, 35, 130, 3, (4, 2)), (3, 60, 100, 1, (2, 1)), (1, 45, 40, 4
     "case, sizes", [*((0, sizes) for sizes in COMPRESSIONS), (1, (48, 16, 32)), (1, (8, 4, 16)), (2, (8, 4, 16)), (2, (32, 16, 64))]
 )
 def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(case, sizes, poison):
-    (length, stride, block), (every, q_len, kv_len, keep, heads) = sizes, OF_COMPRESSED[case]
+    (length, stride, block), (q_len, kv_len, keep, heads) = sizes, OF_COMPRESSED[case]
     generator = torch.Generator().manual_seed(length + q_len)
     q = tensor((2, heads[0], q_len, 24), generator=generator)
     keys = tensor((2, heads[1], compressed_count(kv_len, length, stride), 24), generator=generator)
-    lse = torch.randn(2, heads[0], -(-q_len // every), generator=generator).to(DEVICE)
-    for share_group, known, small in ((False, None, ()), (True, None, ("softmax",)), (True, lse, ())):
-        call = q, keys, keep, every, block, share_group, kv_len, length, stride, known
-        assert_kernel_agrees(lambda call=call: choice.choose_by_compressed(*call), *small)
+    lse = lse_of(q, keys, kv_len, length, stride).float()
+    for picking, small in zip(heads, ((), ("softmax",)), strict=True):
+        asked = choice.BlockChoice("softmax", picking, keep, block, kv_len, length, stride)
+        assert_kernel_agrees(lambda asked=asked: choice.choose(asked, q, keys, lse=lse), *small)
 
 
 def by_keys(q, k):
@@ -249,12 +252,13 @@ def by_keys(q, k):
 
 
 def by_compressed(q, k):
-    return sf.topk_blocks(q, k.unflatten(2, (-1, 16)).mean(3), 3, every=1, block_size=16, share_group=True, score="softmax")
+    options = {"block_size": 16, "share_group": True, "score": "softmax", "lse": q[..., 0]}
+    return sf.topk_blocks(q, k.unflatten(2, (-1, 16)).mean(3), 3, every=1, **options)
 
 
 def by_picks(q, k):
     scores = q.unflatten(1, (2, 2)).sum(2) @ k[:, :, ::16].mT
-    return sf.BlockSelection.from_picks(scores.topk(3).indices, 16, check=False)
+    return sf.BlockSelection.from_picks(scores.topk(3).indices, 16)
 
 
 @parametrize("compiled", [False, True])
@@ -286,7 +290,8 @@ def test_picks_are_kept_under_activation_checkpointing_and_never_chosen_again(ch
 def test_the_choice_needs_no_host_synchronization_and_replays_in_a_graph(score):
     def picked():
         keys = k.unflatten(2, (-1, 64)).mean(3) if score == "softmax" else k
-        return sf.topk_blocks(q, keys, 5, every=1, block_size=64, always="sinks(4)", share_group=True, score=score).picks
+        options = {"lse": q[..., 0]} if score == "softmax" else {}
+        return sf.topk_blocks(q, keys, 5, every=1, block_size=64, always="sinks(4)", share_group=True, score=score, **options).picks
 
     q, k = tensor((1, 4, 2048, 64), dtype=torch.bfloat16), tensor((1, 2, 2048, 64), dtype=torch.bfloat16)
     before, captured = picked(), replayed(picked, lambda: q.copy_(q.flip(2)))

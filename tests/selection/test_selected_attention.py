@@ -15,38 +15,32 @@ import sparse_flash as sf
 parametrize = pytest.mark.parametrize
 
 
-def definition(picks, q_len, kv_len, every, block, own, always):
+def definition(picks, q_len, kv_len, block, own, always):
     """(batch, heads, q_len, kv_len) bool, from the picks as they were given."""
-    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3)
+    kept = kept_by_picks(picks, block, kv_len).any(3)
     causal = np.arange(kv_len) <= (np.arange(q_len) + kv_len - q_len)[:, None]
     more = np.zeros_like(causal) if always is None else causal & sf.compile_mask(always, q_len, kv_len).to_dense().numpy()
-    if own:  # of all queries of the group
-        first = np.arange(q_len) // every * every
-        last = np.minimum(first + every, q_len) - 1
-        column, low, high = np.arange(kv_len) // block, *((t + kv_len - q_len) // block for t in (first, last))
-        more |= causal & (column >= low[:, None]) & (column <= high[:, None])
+    if own:
+        more |= causal & (np.arange(kv_len) // block == ((np.arange(q_len) + kv_len - q_len) // block)[:, None])
     return kept.numpy() | more
 
 
 @settings(max_examples=40)
 @given(
     lengths=st.tuples(st.integers(1, 90), st.integers(1, 90)) | st.integers(1, 90).map(lambda n: (n, n)),
-    every=st.sampled_from([1, 2, 3, 16, 40, 128]),
     block=st.sampled_from([16, 32, 512]),
     own=st.booleans(),
     always=st.none() | st.sampled_from(["sinks(3) | local(20)", "full", "strided(7)"]),
     seed=st.integers(0, 99),
 )
-def test_what_is_kept_is_what_the_definition_keeps(lengths, every, block, own, always, seed):
+def test_what_is_kept_is_what_the_definition_keeps(lengths, block, own, always, seed):
     q_len, kv_len = lengths
-    picks = drawn_picks((2, 1, -(-q_len // every), 3), every, block, q_len, kv_len, seed)
+    picks = drawn_picks((2, 1, q_len, 3), block, kv_len, seed)
     picks = picks[..., [2, 0, 1, 0]]  # in any order, and twice
-    positions = torch.arange(0, q_len, every, device=DEVICE) + min(every, q_len) - 1 + kv_len - q_len
-    picks[:, :, positions < 0] = -1
     picks[:, :, ::3, 1:] = -1
-    kept = definition(picks, q_len, kv_len, every, block, own, always)
-    options = {"every": every, "block_size": block, "own": own, "always": always}
-    selection = sf.BlockSelection.from_picks(picks, q_len=q_len, kv_len=kv_len, **options)
+    picks[:, :, 1::7, 2] = 90  # after the query
+    kept = definition(picks, q_len, kv_len, block, own, always)
+    selection = sf.BlockSelection.from_picks(picks, block, kv_len=kv_len, own=own, always=always)
     np.testing.assert_array_equal(selection.to_dense().cpu().numpy(), kept)
     assert selection.density == pytest.approx(kept.mean())
     query = seed % q_len
@@ -71,7 +65,7 @@ def test_sinks_join_the_softmax():
 
 def test_a_batch_of_no_sequence_chooses_nothing():
     q, k = (torch.zeros(0, heads, 64, 16, device=DEVICE) for heads in (4, 2))
-    by_compressed = sf.topk_blocks(q, k[:, :, :4], 3, every=2, block_size=16, score="softmax")
+    by_compressed = sf.topk_blocks(q, k[:, :, :4], 3, every=1, block_size=16, score="softmax", lse=q[..., 0])
     for chosen in (by_compressed, sf.topk_blocks(scores=q[..., :4], keep=3, block_size=16)):
         assert chosen.density == 0 and chosen.to_dense().shape == (0, chosen.heads, 64, 64)
         assert sf.attention(q, k, k, chosen, return_block_lse=True)[1].shape == (0, 4, 64, chosen.picks.shape[3])
@@ -82,17 +76,9 @@ PICKS = torch.zeros(1, 2, 64, 2, dtype=torch.int32)
 
 def test_numbers_of_numpy_count_as_ints():
     q, k = (torch.zeros(1, heads, 64, 8) for heads in (4, 2))
-    keep, every, block_size = np.array([3, 4, 16])
-    layer = sf.SparseAttention(32, 4, kv_heads=2, select={"keep": keep, "every": every, "block_size": block_size})
-    picks = sf.BlockSelection.from_picks(PICKS[:, :, ::4], block_size, every=every, q_len=np.int64(64))
+    keep, every, block_size = np.array([3, 1, 16])
+    layer = sf.SparseAttention(32, 4, kv_heads=2, select={"keep": keep, "block_size": block_size})
+    picks = sf.BlockSelection.from_picks(PICKS, block_size)
     for chosen in (picks, sf.topk_blocks(q, k, keep, every=every, block_size=block_size), layer.select(q, k)):
-        assert type(chosen.every) is type(chosen.block_size) is int and chosen.block_size == 16
+        assert type(chosen.block_size) is int and chosen.block_size == 16
     assert sf.topk_blocks(q, k, keep, block_size=block_size).equal(sf.topk_blocks(q, k, 3, block_size=16))
-
-
-def test_values_are_checked_on_the_device_where_asked_and_dropped_where_not():
-    bad = PICKS.clone()
-    bad[0, 1, 40, 1] = 9
-    assert torch.equal(sf.BlockSelection.from_picks(bad, 16, check=False).picks[0, 1, 40].unique(), torch.tensor([-1, 0, 2]).int())
-    with pytest.raises(RuntimeError, match="beyond the keys or after its query"):
-        torch.compile(lambda picks: sf.BlockSelection.from_picks(picks, 16, check=True).picks, backend="aot_eager")(bad)

@@ -17,14 +17,12 @@ from sparse_flash.tools import draw
     pattern=strategies.expressions,
     lengths=strategies.lengths,
     block=strategies.block_sizes,
-    level=st.sampled_from(["tokens", "blocks", "visited"]),
+    level=st.sampled_from(["tokens", "blocks"]),
 )
 def test_a_picture_has_the_shares_of_the_dense_mask(pattern, lengths, block, level):
     mask, (q_len, kv_len) = sf.compile_mask(pattern, *lengths, block), lengths
     picture = draw.make_picture(mask, 9, 11, level)
     dense, unit = mask.to_dense().numpy(), picture.unit
-    if level == "visited":
-        dense = np.kron(mask.block_states() > 0, np.ones((block, block)))[:q_len, :kv_len]
     assert picture.shares.shape == (-(-q_len // unit), -(-kv_len // unit))
     assert picture.shares.shape[0] <= 9 and picture.shares.shape[1] <= 11
     for (row, col), share in np.ndenumerate(picture.shares):

@@ -1,16 +1,13 @@
 """The numbers of ``explain`` and the pictures of ``draw``, against the dense mask."""
 
 import copy
-import dataclasses
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
 import strategies
 import torch
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash.tools import draw
@@ -86,15 +83,6 @@ def test_hints_say_where_dense_wins_where_nothing_is_kept_and_where_most_of_the_
     assert flat.reach.limit < 0.5 and any("any depth" in hint for hint in flat.hints) and difference.reach.limit == 1
 
 
-@pytest.mark.parametrize("every, copied", [(97, True), (1500, False), (3, False)])
-def test_the_hint_on_dropped_pairs_fits_far_keys_where_these_fill_the_blocks(every, copied):
-    far = sf.from_mask_fn(lambda q, kv: kv % every == 5 % every)
-    (hint,) = [one for one in explain(sf.causal() & (sf.local(200) | far), q_len=4096).hints if "dropped" in one]
-    assert ("for 39 keys: copy these to the front ('Few far keys' in the guide on masks)" in hint) == copied
-    assert ("a smaller block size" in hint) != copied
-    assert "## Few far keys" in (Path(__file__).parents[2] / "docs/guides/masks.md").read_text()
-
-
 def test_memory_of_a_call_on_this_device_is_what_it_leaves_and_what_it_peaks_at():
     """On a CPU, what remains after a call; on a GPU, also the peak."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,38 +122,7 @@ def test_an_explanation_reads_as_sentences_and_has_them_as_fields():
     e = copy.deepcopy(sf.explain("causal & local(1024)", 8, 128))
     sizes = "65,536 queries x 65,536 keys in blocks of 128; batch 1, 8 heads of 128, bfloat16"
     assert str(e).startswith(f"causal & local(1024)\n{sizes}\n") and all(text in str(e) for text in e.lines.values())
-    assert e.kept_blocks == 4572 and "4,572 of 262,144" in str(e) and not hasattr(e, "video_kept")
+    assert e.kept_blocks == 4572 and "4,572 of 262,144" in str(e)
     assert "hint: " in str(sf.explain(sf.compile_mask(sf.per_head(["causal", "causal"]), 256)))
     with pytest.raises(AttributeError, match="no figure 'kept'; it has kept_pairs, density"):
         _ = e.kept
-
-
-@settings(max_examples=15)
-@given(
-    pattern=strategies.by_name["tile_window"] | strategies.by_name["frame_window"] | strategies.by_name["radial"], data=st.data()
-)
-def test_figures_of_a_video_are_those_of_its_own_tokens(pattern, data):
-    layout, block = pattern.layout, data.draw(st.sampled_from([16, 64]))
-    pattern = dataclasses.replace(pattern, keep_beside=True)
-    pattern = data.draw(st.sampled_from([pattern, pattern | sf.local(20), pattern & ~sf.local(2), ~pattern]))
-    mask = sf.compile_mask(pattern, layout.length, block_size=block)
-    e, dense = explain(pattern, q_len=layout.length, block_size=block), mask.to_dense().numpy()
-    exists = (layout.positions >= 0).all(1)
-    assert exists.sum() == np.prod(layout.grid)
-    assert e.video_kept == pytest.approx(dense[exists][:, exists].sum() / exists.sum() ** 2)
-    visited = (mask.block_states().numpy() > 0).repeat(block, 0).repeat(block, 1)[: layout.tiled, : layout.tiled]
-    assert e.video_visited == pytest.approx(visited.sum() / exists.sum() ** 2)
-    assert e.layout == layout and e.padding == layout.length - layout.tokens
-
-
-def test_explain_of_a_video_says_its_grid_padding_and_window_in_tokens():
-    spec = "tile_window(video_layout(9, 30, 52, tile=(2, 8, 4), prefix=77, suffix=3), (5, 3, 4))"
-    e, finer = explain(spec), explain(spec, block_size=64)
-    assert e.q_len == e.kv_len == e.layout.length
-    assert e.lines["video"] == "9 x 30 x 52 tokens in 5 x 4 x 13 tiles of 2 x 8 x 4; prefix 77, suffix 3"
-    assert e.lines["padding"] == "2,600 of 16,720 positions in tile order, 18.5% of the video's tokens"
-    assert e.lines["window"] == "9 x 24 x 16 tokens (frames x rows x columns)"  # the window has all frames, of which there are 9
-    assert e.hints == ["A block of 128 tokens holds 2 tiles; block_size=64 visits less."] and finer.hints == []
-    assert finer.video_visited < e.video_visited and finer.video_kept == e.video_kept
-    with pytest.raises(ValueError, match="must be in tile order, with 16720 tokens; got 14120"):
-        explain(spec, q_len=14120)

@@ -126,17 +126,17 @@ def _load_sums(
     return tl.load(sums + (place * blocks + number[None, :]) * PER_ROW + row[:, None], mask=load, other=float("-inf"))
 
 
-@triton.jit(do_not_specialize=["blocks", "row_blocks", "count", "heads", "group", "first_row"])
+@triton.jit(do_not_specialize=["blocks", "row_blocks", "count", "heads", "first_row"])
 def shares_kernel(
-    sums, until, bounds, scores, blocks, row_blocks, count, heads, group, first_row,
+    sums, until, bounds, scores, blocks, row_blocks, count, heads, first_row,
     PER_ROW: tl.constexpr, PER_ROW_PAD: tl.constexpr, PER_BLOCK: tl.constexpr, BOUNDED: tl.constexpr, MEAN: tl.constexpr,
-    SHARED: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A program makes the scores of all blocks of keys, BLOCKS at a time, for one block of queries, of a head or, with SHARED, of
-    the largest of a group of heads. sums, until, bounds: see ``log_sums_kernel``. scores: (batch, heads | heads / group,
-    row_blocks, blocks) float32. count: rows of a head. PER_ROW: rows of a block of queries."""
+    """A program makes the scores of all blocks of keys, BLOCKS at a time, for one block of queries and head. sums, until,
+    bounds: see ``log_sums_kernel``. scores: (batch, heads, row_blocks, blocks) float32. count: rows of a head. PER_ROW: rows of a
+    block of queries."""
     row_block, batch_head = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
-    batch = batch_head // (heads // group if SHARED else heads)
+    batch = batch_head // heads
     row = row_block * PER_ROW + tl.arange(0, PER_ROW_PAD)
     exists = (tl.arange(0, PER_ROW_PAD) < PER_ROW) & (row < count)
     sees = tl.load(until + first_row + row, mask=exists, other=0)
@@ -148,26 +148,21 @@ def shares_kernel(
     there = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
     seen = tl.minimum(tl.cdiv(tl.max(sees, 0), PER_BLOCK), blocks)
     target = scores + tl.program_id(0).to(tl.int64) * blocks
-    for member in range(group if SHARED else 1):
-        place = (batch_head * group + member if SHARED else batch_head).to(tl.int64) * row_blocks + row_block
-        found = _load_sums(sums, place, blocks, start, sees, exists, 0, PER_ROW, PER_BLOCK, BLOCKS)
-        most = tl.maximum(tl.max(found, 1), UNSEEN_PRODUCT)
-        total = tl.sum(tl.math.exp2(found - most[:, None]), 1)
-        for first in range(BLOCKS, seen, BLOCKS):
-            more = _load_sums(sums, place, blocks, start, sees, exists, first, PER_ROW, PER_BLOCK, BLOCKS)
-            _, _, most, total = update(most, total, more, 1.0)
-        whole = most + tl.math.log2(tl.maximum(total, 1.0e-30))
-        for first in range(0, blocks, BLOCKS):
-            if first > 0:
-                found = _load_sums(sums, place, blocks, start, sees, exists, first, PER_ROW, PER_BLOCK, BLOCKS)
-            weights = tl.math.exp2(found - whole[:, None])
-            score = tl.sum(weights, 0) / there if MEAN else tl.max(weights, 0)
-            number = first + tl.arange(0, BLOCKS)
-            if SHARED:
-                score = tl.maximum(score, tl.load(target + number, mask=(number < blocks) & (member > 0), other=0.0))
-            tl.store(target + number, score, mask=number < blocks)
-        if SHARED:
-            tl.debug_barrier()  # the next head reads what other threads have stored
+    place = batch_head.to(tl.int64) * row_blocks + row_block
+    found = _load_sums(sums, place, blocks, start, sees, exists, 0, PER_ROW, PER_BLOCK, BLOCKS)
+    most = tl.maximum(tl.max(found, 1), UNSEEN_PRODUCT)
+    total = tl.sum(tl.math.exp2(found - most[:, None]), 1)
+    for first in range(BLOCKS, seen, BLOCKS):
+        more = _load_sums(sums, place, blocks, start, sees, exists, first, PER_ROW, PER_BLOCK, BLOCKS)
+        _, _, most, total = update(most, total, more, 1.0)
+    whole = most + tl.math.log2(tl.maximum(total, 1.0e-30))
+    for first in range(0, blocks, BLOCKS):
+        if first > 0:
+            found = _load_sums(sums, place, blocks, start, sees, exists, first, PER_ROW, PER_BLOCK, BLOCKS)
+        weights = tl.math.exp2(found - whole[:, None])
+        score = tl.sum(weights, 0) / there if MEAN else tl.max(weights, 0)
+        number = first + tl.arange(0, BLOCKS)
+        tl.store(target + number, score, mask=number < blocks)
 
 
 # By whether a row is one token; measured: docs/performance/kernels.md.
@@ -199,30 +194,27 @@ def launch_log_sums(recording: Recording, features, rows, columns, sums: torch.T
     run_within_memory(run, CONFIGS[features.span == 1], lambda: ("log_sums", rows.device, rows.dtype, *constants.values()))
 
 
-def scores_of_blocks(features, kv_blocks: int, low: int, high: int, mean: bool, shared: bool, by: ModuleType) -> torch.Tensor:
-    """(batch, heads, high - low, kv_blocks) float32, heads / group of them if ``shared``: the scores of blocks of queries low ..
-    high - 1. features: ``choosers.features.Features``; bounds contiguous. by: this module, or what replaces it on a chip."""
+def scores_of_blocks(features, kv_blocks: int, low: int, high: int, by: ModuleType) -> torch.Tensor:
+    """(batch, heads, high - low, kv_blocks) float32: the scores of blocks of queries low .. high - 1. features:
+    ``choosers.features.Features``; bounds contiguous. by: this module, or what replaces it on a chip."""
     rows, columns = by.prepare(features)
     inputs = rows, columns, features.until, *(() if features.bounds is None else (features.bounds,))
-    of_features = features.span, features.factor, features.per_q_block, features.per_kv_block
-    key = by.__name__, *of_features, kv_blocks, low, high, mean, shared
-    run = partial(_run, features, rows, columns, kv_blocks, low, high, mean, shared, by)
-    return launch_or_repeat_alike(shares_kernel, None, key, inputs, run)[0]
+    of_features = features.span, features.factor, features.per_q_block, features.per_kv_block, features.takes_max
+    run = partial(_run, features, rows, columns, kv_blocks, low, high, by)
+    return launch_or_repeat_alike(shares_kernel, None, (by.__name__, *of_features, kv_blocks, low, high), inputs, run)[0]
 
 
-def _run(features, rows, columns, kv_blocks, low, high, mean, shared, by, recording: Recording) -> list[torch.Tensor]:
+def _run(features, rows, columns, kv_blocks, low, high, by, recording: Recording) -> list[torch.Tensor]:
     batch, heads = rows.shape[:2]
-    until, bounds, group, per_q_block = features.until, features.bounds, heads // columns.shape[1], features.per_q_block
-    first, of_heads = low * per_q_block, heads // group if shared else heads
+    until, bounds, per_q_block, first = features.until, features.bounds, features.per_q_block, low * features.per_q_block
     count = min(high * per_q_block, features.row_count) - first
-    shapes = (batch, of_heads, high - low, kv_blocks), (batch, heads, high - low, kv_blocks, per_q_block)
-    scores, sums = (recording.fresh(torch.empty(shape, dtype=torch.float32, device=until.device)) for shape in shapes)
+    shapes = (batch, heads, high - low, kv_blocks), (batch, heads, high - low, kv_blocks, per_q_block)
+    scores, sums = (recording.fresh(torch.empty(one, dtype=torch.float32, device=until.device)) for one in shapes)
     by.launch_log_sums(recording, features, rows, columns, sums, first, count)
     rows_at_once = triton.next_power_of_2(per_q_block)
     wide = min(8192 // max(8, rows_at_once), triton.next_power_of_2(kv_blocks))
-    arguments = [sums, until, until if bounds is None else bounds, scores]
-    arguments += [kv_blocks, high - low, count, heads, group, first]
+    arguments = [sums, until, until if bounds is None else bounds, scores, kv_blocks, high - low, count, heads, first]
     constants = {"PER_ROW": per_q_block, "PER_ROW_PAD": rows_at_once, "PER_BLOCK": features.per_kv_block}
-    constants |= {"BOUNDED": bounds is not None, "MEAN": mean, "SHARED": shared, "BLOCKS": max(16, wide)}
-    recording.launch(shares_kernel, (((high - low) * batch * of_heads, 1), arguments, constants, {"num_warps": 4}))
+    constants |= {"BOUNDED": bounds is not None, "MEAN": not features.takes_max, "BLOCKS": max(16, wide)}
+    recording.launch(shares_kernel, (((high - low) * batch * heads, 1), arguments, constants, {"num_warps": 4}))
     return [scores]

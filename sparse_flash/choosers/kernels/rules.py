@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...kernels.launch.launch import Recording, launch_or_repeat_alike
 
-FLOOR_RULE, RELATIVE, MASS, COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-_KINDS = {"floor": FLOOR_RULE, "relative": RELATIVE, "mass": MASS, "keep": COUNT, "budget": COUNT}
+FLOOR_RULE, MASS, COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_KINDS = {"floor": FLOOR_RULE, "mass": MASS, "keep": COUNT, "budget": COUNT}
 _NEVER = tl.constexpr(-2147483648)  # of blocks that may not be kept
 _ALWAYS = tl.constexpr(2147483647)  # of blocks that are kept in any case, under COUNT
 _TOGETHER = 1 << 15  # scores that a program holds in registers
@@ -97,14 +97,13 @@ def _measure_row(of, pieces, least, KIND: tl.constexpr, SIZE: tl.constexpr, BLOC
 @triton.jit(do_not_specialize=["rows", "blocks", "width", "heads", "first_row", "all_rows"])
 def keep_bits_kernel(
     scores, allowed, forced, numbers, bits, rows, blocks, width, heads, first_row, all_rows, threshold,
-    KIND: tl.constexpr, TOGETHER: tl.constexpr, COPIES: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr, ADDS: tl.constexpr,
+    KIND: tl.constexpr, TOGETHER: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """A program has a row of one head, or with TOGETHER the rows of all heads of a batch entry.
 
     scores: (batch, heads, rows, blocks) float32. allowed, forced: (rows, width) int32 of bits, what may be kept and what is in any
     case. numbers: (rows,) int32, how many blocks COUNT keeps. threshold: float32, the number of the other kinds. bits: (batch,
-    heads * COPIES, all_rows, width) int32, to which the kept blocks are written, or added with ADDS; ``first_row`` is the first
+    heads, all_rows, width) int32, to which the kept blocks are written, or added with ADDS; ``first_row`` is the first
     that is written. SIZE: elements held in registers. BLOCKS: of a row, padded to a power of two, at least 32. WHOLE: whether one
     piece has all.
     """
@@ -117,12 +116,6 @@ def keep_bits_kernel(
     spare = tl.full((), 0, tl.int32)
     if KIND == FLOOR_RULE:
         least = (tl.full((), 0, tl.float32) + threshold).to(tl.int32, bitcast=True)
-    elif KIND == RELATIVE:
-        most = tl.max(first, 0)
-        for piece in range(1, pieces):
-            ordered, _ = _load_sortable(of, piece, KIND, SIZE, BLOCKS)
-            most = tl.maximum(most, tl.max(ordered, 0))
-        least = (_from_sortable(most) * threshold).to(tl.int32, bitcast=True)
     else:
         wanted = tl.load(numbers + row).to(tl.float32)
         low = tl.full((), _NEVER + 1, tl.int64)
@@ -158,13 +151,10 @@ def keep_bits_kernel(
         word = piece * (SIZE // 32) + tl.arange(0, SIZE // 32)
         place, head = word % (BLOCKS // 32), word // (BLOCKS // 32)
         exists = (place < width) & (head < together)
-        for copy in tl.static_range(COPIES):
-            of_head = ((of.batch_head + head) * COPIES + copy).to(tl.int64)
-            target = bits + (of_head * all_rows + first_row + row) * width + place
-            before = 0
-            if ADDS:
-                before = tl.load(target, mask=exists, other=0)
-            tl.store(target, before | words, mask=exists)
+        target = bits + ((of.batch_head + head).to(tl.int64) * all_rows + first_row + row) * width + place
+        if ADDS:
+            words |= tl.load(target, mask=exists, other=0)
+        tl.store(target, words, mask=exists)
 
 
 def apply_rule(
@@ -181,12 +171,11 @@ def apply_rule(
 def _run(scores, allowed, forced, numbers, bits, first_row, rule, threshold, adds, recording: Recording) -> None:
     batch, heads, rows, blocks = scores.shape
     together = rule == "budget"
-    copies = bits.shape[1] // heads
     arguments = [scores, allowed, forced, numbers, bits, rows, blocks, bits.shape[3], heads, first_row, bits.shape[2], threshold]
     padded = max(32, triton.next_power_of_2(blocks))
     needed = padded * triton.next_power_of_2(heads) if together else padded
     size = min(_TOGETHER, needed)
-    constants = {"KIND": _KINDS[rule].value, "TOGETHER": together, "COPIES": copies, "SIZE": size, "BLOCKS": padded}
+    constants = {"KIND": _KINDS[rule].value, "TOGETHER": together, "SIZE": size, "BLOCKS": padded}
     constants |= {"WHOLE": size == needed, "ADDS": adds}
     grid = rows * batch * (1 if together else heads), 1
     recording.launch(keep_bits_kernel, (grid, arguments, constants, {"num_warps": min(16, max(1, size // 512))}))

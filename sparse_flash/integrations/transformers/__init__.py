@@ -12,29 +12,25 @@ Source: https://huggingface.co/docs/transformers/attention_interface (transforme
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import mul
-from os import PathLike
 from typing import Any
 
 import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...api.arguments import callers_level, check_precision, resolve_deterministic
-from ...api.keywords import answers_unknown_keywords, chooser_keyword_error
 from ...api.shared import SharedSequence
-from ...backends import check_name
+from ...core.arguments import check_precision, resolve_deterministic
+from ...core.backends import check_name
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
 from ..models import MaskRecord, count_causal, describe_layer, record_layers, unswitched_error
 from .attend import NAME, PREVIOUS, SETTINGS, attend_layer, shard_arguments
-from .given_masks import OWN, is_decoder, keep_in_adapters, keep_record, read_masks, saved_records, warn_of_difference
-from .given_masks import write_masks as write_masks
-from .layers import check_acts_by_token, find_self_attention, find_tower, takes_interface, unwrap_model
+from .given_masks import CONFIG_KEY, OWN, keep_record, read_masks
+from .layers import check_acts_by_token, find_self_attention, find_tower, is_decoder, takes_interface, unwrap_model
 from .model_mask import create_model_mask
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
@@ -46,21 +42,18 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
 _PLAN = "_sparse_flash_plan"
 
 
-@answers_unknown_keywords(chooser_keyword_error)
 def use_sparse_flash(
     model: torch.nn.Module,
-    mask: Pattern | str | PathLike[str] | BlockMask | SharedSequence | Sequence[SharedSequence] | Mapping | None = None,
+    mask: Pattern | str | BlockMask | SharedSequence | Sequence[SharedSequence] | Mapping | None = None,
     *,
     per_layer: Sequence | None = None,
     bidirectional: bool = False,
     backend: str = "auto",
     deterministic: bool | None = None,
     precision: str | None = None,
-    packed: bool = False,
     dense_below: int | None = None,
     dense_layers: Iterable[int] | None = None,
     dense_last: int | None = None,
-    tokenwise: Iterable[type[torch.nn.Module]] = (),
 ) -> torch.nn.Module:
     """Switches a model's self-attention to ``sparse_flash.attention`` under ``mask``; returns the model.
 
@@ -69,13 +62,13 @@ def use_sparse_flash(
     self-attention of its text decoder is switched.
     mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; "own" for the model's
     own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives masks for
-    some layers; the others keep the model's own. The name of a JSON file that ``write_masks`` wrote gives the masks of all layers
-    and their settings. None: the masks that the model, or its adapter, was saved with, otherwise the model's own.
-    Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
+    some layers; the others keep the model's own. None: the masks that the model was saved with, otherwise the model's own.
+    Or a ``ContextPlan``, or a list with the plan of each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
     returns their logits. Its loss is the sum over the rank's labels, divided by num_items_in_batch or the valid labels of all
-    ranks. Refused are models in which anything else may mix tokens, position_ids that restart within a document of the plan's mask,
-    and arguments other than tokens and labels that are on. tokenwise: classes of modules that do not mix tokens, unchecked.
+    ranks. Attention must be all that mixes tokens. Convolutions, recurrent and linear-attention layers are refused; other code of
+    the model is not read. Refused are position_ids that restart within a document of the plan's mask, and arguments other than
+    tokens and labels that are on.
     per_layer: a list with a mask for each layer; instead of mask.
     bidirectional: allows a decoder masks that look ahead. Without it, the mask of a decoder's layer must be within causal and say
     so, "causal & ...", because its tokens are trained to predict the later ones.
@@ -93,12 +86,10 @@ def use_sparse_flash(
 
     The model may be compiled, before or after, also with fullgraph=True, for all lengths. Compiled code cannot read values, so it
     fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and for position_ids of packed
-    sequences. packed: compiled code separates such sequences, which costs time, unless the layer has chunks. Other code reads
-    position_ids. Both separate sequences given by cu_seq_lens_q.
+    sequences, which it separates by cu_seq_lens_q. Other code reads position_ids too.
 
-    ``masks_of`` reads the masks of the model's layers. If all have spec text, ``model.config.sparse_flash`` and the configs of
-    PEFT's adapters with a ``task_type`` hold them too. They are saved, and ``use_sparse_flash(model)`` restores them after loading;
-    other masks then warn, as does saving an adapter without them.
+    ``masks_of`` reads the masks of the model's layers. If all have spec text, ``model.config.sparse_flash`` holds them too. They
+    are saved with the model, and ``use_sparse_flash(model)`` restores them after loading.
     Raises ValueError for a model without such layers, and for masks that do not fit them, TypeError for a list that does not say
     per_layer; the model is then unchanged.
     """
@@ -109,15 +100,13 @@ def use_sparse_flash(
     part = find_tower(model)
     layers = find_self_attention(part)
     given = mask, per_layer, bidirectional, dense_below, dense_layers, dense_last
-    options: dict[str, Any] = {"backend": backend, "deterministic": deterministic, "precision": precision, "packed": packed}
+    options: dict[str, Any] = {"backend": backend, "deterministic": deterministic, "precision": precision}
     settings, record = read_masks(model, layers, *given, **options)
     plan = next(iter(settings.values())).plan  # all layers share its tokens
     if plan is not None:
-        check_acts_by_token(model, layers.values(), plan.q_len, tokenwise)
+        check_acts_by_token(model, layers.values(), plan.q_len)
         if precision is not None:
             raise ValueError(f"precision={precision!r} must come with masks of one rank; got a ContextPlan; leave precision out")
-    if not (mask is None and per_layer is None) and not any(hasattr(layer, SETTINGS) for layer in layers.values()):
-        warn_of_difference(model, settings)  # of a model that was just loaded
     _switch(model, part, layers.values())
     for number, layer in layers.items():
         setattr(layer, SETTINGS, settings[number])
@@ -125,7 +114,6 @@ def use_sparse_flash(
     if not hasattr(model, _PLAN):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
         model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
-        model.register_state_dict_pre_hook(_keep_in_adapters)
     setattr(model, _PLAN, plan)
     keep_record(model, record)
     return wrapped
@@ -137,7 +125,7 @@ def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | Sh
     part = find_tower(model)
     settings = {number: getattr(layer, SETTINGS, None) for number, layer in find_self_attention(part).items()}
     if _implementation(part) != NAME:
-        way_out = "), for the masks that it was saved with" if saved_records(model) else ", mask)"
+        way_out = "), for the masks that it was saved with" if hasattr(model.config, CONFIG_KEY) else ", mask)"
         got = f"{type(model).__name__}, which runs {_implementation(part)!r}"
         raise unswitched_error(got, f"use_sparse_flash(model{way_out}")
     return {number: one.given for number, one in settings.items() if one is not None}
@@ -180,18 +168,6 @@ def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] |
     return None if plan is None or _implementation(module) != NAME else ((), shard_arguments(plan, module, args, kwargs))
 
 
-def _keep_in_adapters(model, *_) -> None:
-    """Keeps the masks in adapters before they are saved: all that save them ask for the state first."""
-    switched = _implementation(find_tower(model)) == NAME and any(mask != OWN for mask in masks_of(model).values())
-    if switched and (name := keep_in_adapters(model, replaces=False)) is not None:
-        warnings.warn(
-            f"adapter {name!r} does not hold the model's masks, and runs dense once it is loaded: the masks must have spec text, "
-            "and the adapter's config a task_type, such as 'CAUSAL_LM'; or call write_masks(path, model), and "
-            "use_sparse_flash(model, path) after loading",
-            stacklevel=callers_level(),
-        )
-
-
 def _refuse_weights(module, args, kwargs) -> None:
     """Raises ValueError if weights are requested. Not all models tell attention, and would silently return none."""
     wanted = kwargs.get("output_attentions")
@@ -205,24 +181,20 @@ def _refuse_weights(module, args, kwargs) -> None:
 
 def _switch(model, part, layers) -> None:
     """Makes the modules read the implementation's name from their configs, and leaves all other modules unchanged."""
-    if _implementation(part) == NAME and not any(hasattr(layer, SETTINGS) for layer in layers):
-        model.set_attn_implementation(None)  # all parts were loaded under the name in the config, where it stays for saving
-        model.config.attn_implementation = NAME
     switched = part if hasattr(part, "set_attn_implementation") else model
     before = _implementation(switched)
     chosen = set(map(id, layers))
     others = [(one, _implementation(one)) for one in model.modules() if takes_interface(one) and id(one) not in chosen]
     switched.set_attn_implementation(NAME)
-    unswitched = next((layer for layer in layers if _implementation(layer) != NAME), None)
     left = [(module, was) for module, was in others if _implementation(module) == NAME != was]
+    way_out = "cannot be switched to another attention implementation; call sparse_flash.attention in its code instead"
+    wrong = [(layer, way_out) for layer in layers if _implementation(layer) != NAME]
     # The name in the config also selects FlashAttention's kernels.
-    stuck = next((module for module, was in left if "flash" in (was or "flash")), None)
-    if unswitched is not None or stuck is not None:
+    way_out = f"keeps {before!r}, which cannot run with {NAME!r}; call model.set_attn_implementation('sdpa') first"
+    wrong += [(module, way_out) for module, was in left if "flash" in (was or "flash")]
+    if wrong:
         switched.set_attn_implementation(before)
-        why = f"keeps {before!r}, which cannot run beside {NAME!r}; call model.set_attn_implementation('sdpa') first"
-        if unswitched is not None:
-            why = "cannot be switched to another attention implementation; call sparse_flash.attention in its code instead"
-        raise ValueError(f"{type(stuck if unswitched is None else unswitched).__name__} of {type(model).__name__} {why}")
+        raise ValueError(f"{type(wrong[0][0]).__name__} of {type(model).__name__} {wrong[0][1]}")
     for module, was in left:
         setattr(module, PREVIOUS, was)
 

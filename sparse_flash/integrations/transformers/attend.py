@@ -4,7 +4,7 @@ requests and ``sparse_flash.attention`` computes."""
 from __future__ import annotations
 
 import inspect
-import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -13,19 +13,19 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ...api.arguments import callers_level
 from ...api.attention import attention
-from ...api.decode import MAX_QUERIES, attention_decode, can_decode, is_decode_step
+from ...api.decode import attention_decode
 from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...compat.names import NAMESPACE
 from ...compat.pytorch import assert_in_graph
+from ...core.definition import with_sinks
+from ...decoding.arguments import MAX_QUERIES
+from ...decoding.masks import can_decode, is_decode_step
 from ...masks.block_mask import BlockMask
 from ...masks.parsing import parse
-from ...masks.pattern import And, PerBatch, PerEntry
-from ...patterns import documents
+from ...masks.pattern import PerBatch, PerEntry
 from ...selection.block_selection import BlockSelection
-from ...variant.definition import with_sinks
 from .given_masks import CONFIG_KEY, LayerSettings, future_error
 from .layers import unsupported_error
 from .model_mask import ModelMask, find_sequences, read_model_mask
@@ -65,17 +65,9 @@ class LayerCall(NamedTuple):
     softcap: float | None
     sinks: torch.Tensor | None  # (heads,)
 
-    def extras(self) -> dict[str, Any]:
-        """Returns the features that some functions below do not support, by name in errors: true if the call has one."""
-        padding, pairs = self.model_mask.key_starts is not None, self.model_mask.kept_pairs is not None
-        return {"dropout": self.dropout, "a soft cap": self.softcap, "padding": padding, "a 4-D attention_mask": pairs}
-
     def needs_positions(self) -> bool:
         """Whether the combined mask depends on more than the distance of query and key."""
         return self.settings.needs_positions or self.model_mask.is_chunked()
-
-    def parse_kept(self) -> Any:
-        return parse(self.kept) if isinstance(self.kept, str) else self.kept
 
 
 def attend_layer(module, query, key, value, attention_mask, **options):
@@ -114,7 +106,7 @@ def _attend_switched(
     sliding_window=None, is_causal=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None, block_indices=None, **unknown
 ) -> torch.Tensor:  # fmt: skip
     """Returns (batch, heads, tokens, head_dim), as all functions below do. block_indices: (batch, kv_heads, tokens, n) int64, of
-    layers that choose blocks of keys."""
+    MiniMax-M3: the blocks that each query chose; a negative one is none."""
     # An option that is off is None, or False for a switch.
     used = sorted(name for name, one in unknown.items() if one is not None and one is not False and name not in _WITHOUT_EFFECT)
     if used:
@@ -126,7 +118,7 @@ def _attend_switched(
     call = LayerCall(settings, kept, module, model_mask, query, key, value, options, dropout, softcap, s_aux)
     if settings.plan is not None:
         return _attend_by_plan(call, settings.plan, block_indices)
-    cu_seqlens = find_sequences(model_mask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k, settings.packed)
+    cu_seqlens = find_sequences(model_mask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     _check_call(call, cu_seqlens is not None)
     if not model_mask.ends_in_graph() and model_mask.key_count != model_mask.kv_length:  # a static cache
         call = call._replace(key=key[:, :, : model_mask.key_count], value=value[:, :, : model_mask.key_count])
@@ -139,8 +131,7 @@ _attend_outside_graphs = torch.compiler.disable(_attend_switched)
 
 
 def _check_call(call: LayerCall, packed: bool) -> None:
-    """Raises ValueError for masks that the call cannot have, and warns of a mask within causal where the model's own lets some
-    tokens see later ones. packed: whether a row has several sequences."""
+    """Raises ValueError for masks that the call cannot have. packed: whether a row has several sequences."""
     mask, model_mask, layer = call.settings, call.model_mask, type(call.module).__name__
     if model_mask.refusal is not None:
         raise ValueError(model_mask.refusal)
@@ -149,13 +140,6 @@ def _check_call(call: LayerCall, packed: bool) -> None:
         raise unsupported_error(call.module, f"attends with lengths {lengths} of queries and keys under a mask for {of_mask}")
     if mask.looks_ahead and not mask.bidirectional and model_mask.base == "causal":  # a causal layer that does not say so
         raise ValueError(future_error(f"the mask of {layer}", mask.given))
-    within_causal = mask.kept is not None and not mask.looks_ahead
-    if within_causal and model_mask.kept_pairs is not None and model_mask.sees_both_ways:
-        warnings.warn(
-            f"the mask of {layer}, {mask.given}, removes pairs of image or prefix tokens, which see later tokens in the "
-            "model; pass 'own' for the model's own mask, or a mask that looks ahead, without 'causal &', and bidirectional=True",
-            stacklevel=callers_level(),
-        )
     if mask.dense is not None and packed:
         raise ValueError(
             "cu_seq_lens_q and position_ids must be of one sequence in each row if a layer's mask has a chooser, whose blocks lie "
@@ -163,9 +147,9 @@ def _check_call(call: LayerCall, packed: bool) -> None:
         )
     if mask.dense is not None and model_mask.kept_pairs is not None:
         raise ValueError(
-            "attention_mask must be 2-D with one run of ones in each row if a layer's mask has a chooser; got one of pairs, or one "
-            "with zeros between ones; pad at the ends of rows, or use a mask without choosers. generate() makes a mask of its "
-            "own where tokens equal pad_token_id"
+            "attention_mask must have one run of ones in each row if a layer's mask has a chooser; got zeros between ones, or a "
+            "model whose own mask is no pattern; pad at the ends of rows, or use a mask without choosers. generate() makes a mask "
+            "of its own where tokens equal pad_token_id"
         )
 
 
@@ -206,7 +190,7 @@ def _attend(call: LayerCall, **lengths: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, attention(call.query, call.key, call.value, mask, precision=precision, **options))
 
 
-def _attend_runs(call: LayerCall, runs: list[tuple[int, int, int, int, int, int]]) -> torch.Tensor:
+def _attend_runs(call: LayerCall, runs: Sequence[tuple[int, ...]]) -> torch.Tensor:
     """Attends runs of tokens one by one, so their positions and blocks start with their sequences. Other tokens get 0. runs: in
     order, (row, first query, end of queries, first key, end of keys, position of the first key in its sequence)."""
     if isinstance(call.kept, BlockMask):
@@ -215,7 +199,7 @@ def _attend_runs(call: LayerCall, runs: list[tuple[int, int, int, int, int, int]
             "between tokens or limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
         )
     (batch, _, tokens, _), settings, whole = call.query.shape, call.settings, call.model_mask.kept_pairs
-    pattern = call.parse_kept()
+    pattern = parse(call.kept) if isinstance(call.kept, str) else call.kept
     of_rows = pattern.patterns if isinstance(pattern, PerBatch) else (call.kept,)
     if len(of_rows) not in (1, batch):
         raise ValueError(f"per_batch must be for the batch's {batch} sequences; got {len(of_rows)} patterns")
@@ -251,7 +235,7 @@ def _can_decode_rows(call: LayerCall) -> bool:
 def _decode(call: LayerCall) -> torch.Tensor:
     """Attends the newest tokens to a cache."""
     model_mask, mask = call.model_mask, call.model_mask.intersect(call.kept, call.query.device)
-    starts, stops = (None, None) if isinstance(mask, BlockSelection) else (model_mask.key_starts, model_mask.key_stops)
+    starts, stops = model_mask.key_starts, model_mask.key_stops
     if stops is None and model_mask.ends_in_graph():
         stops = model_mask.key_count_tensor.to(torch.int32).expand(call.query.shape[0])
     options: dict[str, Any] = {name: call.options[name] for name in ("scale", "backend")}
@@ -274,13 +258,15 @@ def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: 
         "a mask of its own (leave it out, or pass 'own' for this layer)": settings.kept is not None,
         "packed sequences": packed,
         "a window": bool(model_mask.limits()) or model_mask.base != "causal" or bool(model_mask.first_key_position),
-        **call.extras(),
+        "dropout": bool(call.dropout),
+        "a soft cap": bool(call.softcap),
+        "a 4-D attention_mask or padding": model_mask.kept_pairs is not None or model_mask.key_starts is not None,
         f"precision={settings.precision!r}": settings.precision,
     }
     if used := [name for name, used in unsupported.items() if used]:
         raise unsupported_error(call.module, f"chooses blocks of keys beside {used[0]}")
-    size, q_len, kv_len = call.module.config.index_block_size, call.query.shape[2], call.key.shape[2]
-    picked = BlockSelection.from_picks(block_indices, size, q_len=q_len, kv_len=kv_len, own=False, check=False)
+    size, kv_len = call.module.config.index_block_size, call.key.shape[2]
+    picked = BlockSelection.from_picks(block_indices, size, kv_len=kv_len, own=False)
     return _attend_rows(call._replace(kept=picked))
 
 
@@ -294,7 +280,11 @@ def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
         )
     kept, model_mask = call.kept, call.model_mask
     by_entry = isinstance(kept, PerEntry) or (isinstance(kept, str) and kept.startswith(("per_head(", "per_batch(")))
-    of_varlen = call.extras() | {
+    of_varlen = {
+        "dropout": call.dropout,
+        "a soft cap": call.softcap,
+        "padding": model_mask.key_starts is not None,
+        "a mask of pairs": model_mask.kept_pairs is not None,
         "a BlockMask, which is of one length,": isinstance(kept, BlockMask),
         "a pattern for each head or sequence": by_entry,
         "a cache": tokens != call.key.shape[2] or model_mask.first_key_position or model_mask.key_count_tensor is not None,
@@ -314,27 +304,18 @@ def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_documents(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Attends packed sequences that ``attention_varlen`` does not take: as documents of a mask, or one by one."""
+    """Attends packed sequences that ``attention_varlen`` does not take, one by one."""
     model_mask, (batch, _, tokens, _) = call.model_mask, call.query.shape
     if model_mask.key_count != tokens or model_mask.first_key_position:
         raise ValueError(
             "position_ids, or cu_seq_lens_q, must be of one sequence where a call goes on from a cache, which does not say "
             "whose keys it holds; got packed sequences; pass them in the first call, or each with a cache of its own"
         )
-    # Sequences also end with their row, and padding before and after a row's tokens counts as sequences.
-    bounds, of_rows, runs = cu_seqlens.tolist(), [], []
+    bounds, runs = cu_seqlens.tolist(), list[tuple[int, ...]]()
     for row, (_, start, stop) in enumerate(model_mask.sequences or [[0, 0, tokens]] * batch):
-        first = row * tokens
-        own = sorted({0, start, stop, tokens, *(bound - first for bound in bounds if first <= bound <= first + tokens)})
-        of_rows.append(documents(tuple(own)))
-        runs += [(row, low, high, low, high, 0) for low, high in pairwise(own) if start <= low < stop]
-    pattern = call.parse_kept()
-    if model_mask.kept_pairs is not None or call.needs_positions() or isinstance(pattern, PerEntry):
-        return _attend_runs(call, runs)
-    # Distances are the same on the whole axis, so documents are one more limit, in memory for the tokens alone.
-    separate = PerBatch(tuple(of_rows))
-    kept = separate if pattern is None else And.of(separate, pattern)
-    return _attend(call._replace(kept=kept), **model_mask.lengths())
+        within = {bound - row * tokens for bound in bounds if start < bound - row * tokens < stop}
+        runs += [(row, low, high, low, high, 0) for low, high in pairwise(sorted({start, stop, *within}))]
+    return _attend_runs(call, runs)
 
 
 def _attend_by_plan(call: LayerCall, plan: SharedSequence, block_indices: torch.Tensor | None) -> torch.Tensor:
@@ -342,19 +323,19 @@ def _attend_by_plan(call: LayerCall, plan: SharedSequence, block_indices: torch.
     model_mask = call.model_mask
     unsupported = {
         "a soft cap": bool(call.softcap),
-        "a 4-D attention_mask, or a config.attention_chunk_size shorter than the sequence": model_mask.kept_pairs is not None,
+        "dropout, which config.attention_dropout or attn_pdrop sets,": bool(call.dropout),
+        "a mask of pairs, or a config.attention_chunk_size shorter than the sequence": model_mask.kept_pairs is not None,
         "padding": model_mask.key_starts is not None,
         "a choice of blocks": block_indices is not None,
     }
     if used := [name for name, used in unsupported.items() if used]:
         raise ValueError(f"{', '.join(used)} cannot be used with a plan; call use_sparse_flash with a mask for that")
     if limits := model_mask.changed(kv_length=plan.q_len).limits():
-        setting = "sliding_window to None" if limits[0].startswith("local(") else f"attention_chunk_size to {plan.q_len}"
         raise ValueError(
             f"the layer's own mask is {' & '.join(limits)}, and a plan cannot be joined with it; make it part of the layer's mask "
-            f"in the plan, and set the model's config.{setting}"
+            "in the plan, and raise the model's config.sliding_window or attention_chunk_size to the sequence's length"
         )
-    return plan.attention(call.query, call.key, call.value, dropout_p=call.dropout, sinks=call.sinks, **call.options)
+    return plan.attention(call.query, call.key, call.value, sinks=call.sinks, **call.options)
 
 
 def _attend_as_before(module, query, key, value, attention_mask, **options):
@@ -408,8 +389,8 @@ def shard_arguments(
         # They restart only where a document of the plan starts. Compiled code cannot read values, and fails at run time.
         wrong = ((positions.diff() <= 0) & ~plan.document_starts[1:]).any()
         error = (
-            "position_ids must restart only where a document of the plan's mask starts; put the documents in it, "
-            "'causal & documents([0, ..., tokens])', or make it by ContextParallel"
+            "position_ids must restart only where a document of the plan's mask starts; put the documents in it: "
+            "'causal & documents([0, ..., tokens])'"
         )
         if torch.compiler.is_compiling():
             assert_in_graph(~wrong, error)

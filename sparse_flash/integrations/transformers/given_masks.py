@@ -1,29 +1,24 @@
-"""The masks that a user gives to a model: read from files, configs and arguments, checked before the model is changed, and kept for
-saving as plain records, in the model's config and in JSON files."""
+"""The masks that a user gives to a model: read from arguments and configs, checked before the model is changed, and kept in the
+model's config as a plain record, which is saved with the model."""
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from ...api.arguments import callers_level
-from ...api.decode import MAX_QUERIES
 from ...api.shared import SharedSequence
 from ...choosers.built_in import Scored
+from ...decoding.arguments import MAX_QUERIES
 from ...masks.block_mask import BlockMask, convert_foreign_mask
 from ...masks.chooser import HeadChoice, choices_of, has_choosers, is_causal, map_heads, without_choosers
 from ...masks.parsing import parse, text_of
-from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerEntry, PerHead, short_text
+from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerEntry
 from ...patterns import causal, last_tokens
 from ..models import check_layers, depends_on_position
-from .layers import unwrap_model
+from .layers import is_decoder
 from .model_mask import ModelMask
 
 OWN = "own"
@@ -32,7 +27,6 @@ _COUNTS = {
     "dense_last": 64,  # an answer starts from these queries, and they cost one or two rows of blocks
 }
 CONFIG_KEY = "sparse_flash"  # in a model's config
-_IMPLEMENTATION = "attn_implementation"  # in the config too, if a user set it: Transformers then loads the model under that name
 _FORMAT = 1
 
 
@@ -49,7 +43,6 @@ class LayerSettings(NamedTuple):
     backend: str
     deterministic: bool | None
     precision: str | None
-    packed: bool
     plan: SharedSequence | None = None
     dense: LayerSettings | None = None  # of calls that do not choose; None without choosers
 
@@ -71,13 +64,12 @@ def read_masks(
     model: Any, layers: Mapping[int, torch.nn.Module], mask: object, per_layer: object, bidirectional: bool,
     dense_below: int | None, dense_layers: Any, dense_last: int | None, **options: Any
 ) -> tuple[dict[int, LayerSettings], dict[str, Any] | None]:  # fmt: skip
-    """Returns the settings that ``use_sparse_flash`` is called for, with these arguments: given masks, those of a file, or saved
-    ones; and the record of the masks, None if one has no text. layers: the model's, by number. Raises ValueError or TypeError for
-    masks and settings that do not fit them."""
-    numbers, source, counts = sorted(layers), "", _COUNTS
-    if per_layer is None and (found := _find_record(model, mask)) is not None:
-        name, record = found
-        mask, source = _read_layers(name, record, numbers), f" in {name}"
+    """Returns the settings that ``use_sparse_flash`` is called for, with these arguments: given masks, or saved ones; and the
+    record of the masks, None if one has no text. layers: the model's, by number. Raises ValueError or TypeError for masks and
+    settings that do not fit them."""
+    numbers, counts, record = sorted(layers), _COUNTS, getattr(model.config, CONFIG_KEY, None)
+    if mask is None and per_layer is None and record is not None:
+        mask = _read_layers(record, numbers)
         bidirectional = bidirectional or bool(record.get("bidirectional"))
         counts = counts | {name: record[name] for name in counts if name in record}
     counts = _COUNTS | _check_counts(**counts) | _check_counts(dense_below=dense_below, dense_last=dense_last)
@@ -92,11 +84,8 @@ def read_masks(
         )
     make = cache(partial(_make_settings, **counts, bidirectional=bidirectional, **options))
     masks = {number: make(one) for number, one in given.items()}
-    _check_heads(given, layers, source)
     ahead = [number for number, one in masks.items() if one.looks_ahead]
     wrong = [number for number in ahead if is_decoder(layers[number])]  # whose tokens are trained to predict the later ones
-    if bidirectional and not ahead:
-        raise ValueError("bidirectional=True must come with a mask that looks ahead; got none; pass one, such as 'full'")
     if wrong and not bidirectional:
         raise ValueError(future_error(f"the mask of layers {wrong}", given[wrong[0]]))
     _check_plans({number: one.plan for number, one in masks.items()})
@@ -106,7 +95,7 @@ def read_masks(
 def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
     """Returns the checked mask of each layer; "own" for the model's own. numbers: of the layers. See ``use_sparse_flash``."""
     if per_layer is None and isinstance(mask, Sequence) and mask and all(isinstance(one, SharedSequence) for one in mask):
-        mask, per_layer = None, mask  # ContextPlans
+        mask, per_layer = None, mask
     if per_layer is not None:
         if mask is not None:
             raise ValueError("mask and per_layer were both given; pass one of them")
@@ -136,21 +125,6 @@ def _normalize_mask(mask: object) -> object:
     if isinstance(mask, (BlockMask, SharedSequence)):
         return mask
     return convert_foreign_mask(mask)
-
-
-def _check_heads(masks: Mapping[int, object], layers: Mapping[int, torch.nn.Module], source: str) -> None:
-    """Raises ValueError if a mask has another number of heads than its layer, as far as the layer or its config says it. source:
-    where the masks are from, for the error."""
-    for number, given in masks.items():
-        mask = parse(given) if isinstance(given, str) and given != OWN else given
-        heads = len(mask.patterns) if isinstance(mask, PerHead) else mask.mask_index.shape[1] if isinstance(mask, BlockMask) else 1
-        layer = layers[number]
-        wanted = getattr(layer, "num_heads", None) or getattr(getattr(layer, "config", None), "num_attention_heads", heads)
-        if heads not in (1, wanted):
-            raise ValueError(
-                f"the mask of layer {number}{source} must be of its {wanted} heads, or one for all; got one of {heads} heads; "
-                f"make it for {wanted}"
-            )
 
 
 def _check_plans(plans: Mapping[int, SharedSequence | None]) -> None:
@@ -188,11 +162,6 @@ def _looks_ahead(mask: Any) -> bool:
     return not isinstance(mask, causal)
 
 
-def is_decoder(layer: torch.nn.Module) -> bool:
-    """Whether a layer is a decoder's: under its own mask, its tokens see no later tokens."""
-    return bool(getattr(layer, "is_causal", False) and getattr(getattr(layer, "config", None), "is_causal", True))
-
-
 def _check_counts(**counts: object) -> dict[str, Any]:
     """Returns the numbers of tokens that are not None. Raises ValueError for others than integers from 0 on."""
     given = {name: value for name, value in counts.items() if value is not None}
@@ -226,141 +195,27 @@ def _make_settings(given: Any, dense_last: int, **options: Any) -> LayerSettings
     return LayerSettings(given, kept, needs_positions, dense=dense, **options)
 
 
-def saved_records(model: Any) -> dict[str, Any]:
-    """Returns the records of masks that a model was loaded with, by the name of what holds them: those of its adapters, otherwise
-    that of its config, otherwise none."""
-    adapters = _adapters_of(model).items()
-    found = {f"adapter {name!r}": mapping[CONFIG_KEY] for name, (_, mapping) in adapters if CONFIG_KEY in mapping}
-    own = getattr(model.config, CONFIG_KEY, None)
-    return found or ({} if own is None else {f"config.{CONFIG_KEY}": own})
-
-
-def _adapters_of(model: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Returns the config of each adapter of a model, as PEFT and Transformers attach them, and a copy of its ``auto_mapping``."""
-    adapters = getattr(model, "peft_config", None) or {}
-    return {name: (one, dict(getattr(one, "auto_mapping", None) or {})) for name, one in adapters.items()}
-
-
-def keep_in_adapters(model: Any, replaces: bool) -> str | None:
-    """Keeps the record of a model's config in the configs of its adapters, which are saved with them: under ``auto_mapping``, an
-    entry that PEFT leaves as it is if there is a task_type. replaces: whether an earlier record is replaced. Returns the name of an
-    adapter that cannot hold the record, or None."""
-    record, refused = getattr(model.config, CONFIG_KEY, None), None
-    for name, (adapter, mapping) in _adapters_of(model).items():
-        if replaces or CONFIG_KEY not in mapping:
-            mapping.pop(CONFIG_KEY, None)
-            if record is None or adapter.task_type is None:
-                refused = name
-            else:
-                mapping[CONFIG_KEY] = record
-            adapter.auto_mapping = mapping or None
-    return refused
-
-
-def _find_record(model: Any, mask: object) -> tuple[str, Any] | None:
-    """Returns the name and the record of what a call without a mask or with a file's name asks for; None for any other mask."""
-    if mask is None and (found := saved_records(model)):
-        (name, record), *others = found.items()
-        if unlike := [other for other, one in others if one != record]:
-            raise ValueError(f"adapters must have been saved with the same masks; {name} and {unlike[0]} were not; pass a mask")
-        return name, record
-    if not (isinstance(mask, PathLike) or (isinstance(mask, str) and mask.endswith(".json"))):
-        return None
-    try:
-        return str(mask), json.loads(Path(mask).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"mask must be a spec or a JSON file of masks; got {mask}, which does not exist; call write_masks to make it"
-        ) from None
-    except ValueError as error:
-        raise ValueError(
-            f"{mask} must be a JSON file of masks, as write_masks makes them; got other text, or a part of one: {error}"
-        ) from None
-
-
-def _read_layers(name: str, record: object, numbers: list[int]) -> dict[int, str]:
-    """Returns the masks of a record by layer. name: of the record. Raises ValueError if its layers are not these numbers."""
-    if not isinstance(record, dict) or record.get("format") != _FORMAT or not isinstance(record.get("layers"), dict):
-        found = f"format {record.get('format')!r}" if isinstance(record, dict) else type(record).__name__
-        raise ValueError(
-            f'{name} must be {{"format": {_FORMAT}, "layers": {{"0": spec, ...}}}}; got {found}; make it by '
-            "write_masks, or install the release of sparse_flash that wrote it"
-        )
-    layers = {}
-    for number, text in record["layers"].items():
-        try:
-            layers[int(number)] = text if text == OWN else parse(text).to_spec()
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{name}: layer {number!r} must have a number and a spec; got {text!r}: {error}") from None
+def _read_layers(record: Any, numbers: list[int]) -> dict[int, str]:
+    """Returns the masks of a config's record by layer. Raises ValueError if its layers are not these numbers."""
+    if record.get("format") != _FORMAT:
+        said = f"config.{CONFIG_KEY} must be of format {_FORMAT}; got {record.get('format')!r}"
+        raise ValueError(f"{said}; install the release of sparse_flash that saved it, or pass a mask")
+    layers = {int(number): text if text == OWN else cast(str, parse(text).to_spec()) for number, text in record["layers"].items()}
     if set(layers) != set(numbers):
-        missing, others = sorted(set(numbers) - set(layers)), sorted(set(layers) - set(numbers))
-        raise ValueError(
-            f"{name} must have the layers of the model, {numbers[0]} to {numbers[-1]}; missing: {missing}; not in the model: "
-            f"{others}; make a file for this model by write_masks, or pass a mapping for some of its layers"
-        )
+        said = f"config.{CONFIG_KEY} must have the layers of the model, {numbers[0]} to {numbers[-1]}; got {sorted(layers)}"
+        raise ValueError(f"{said}; pass a mask")
     return layers
 
 
-def write_masks(
-    path: str | PathLike[str],
-    masks: Mapping[int, Pattern | str | None] | torch.nn.Module,
-    *,
-    dense_below: int | None = None,
-    dense_last: int | None = None,
-    bidirectional: bool = False,
-) -> None:
-    """Writes the masks of a model's layers to a JSON file, for ``use_sparse_flash(model, path)``.
-
-    masks: a model that ``use_sparse_flash`` switched, for its masks and their settings. Or masks by layer, as ``masks_of`` gives
-    them, which have no settings; "own" or None for the model's own. dense_below, dense_last, bidirectional: as for
-    ``use_sparse_flash``; instead of the model's. Raises ValueError for masks without spec text, TypeError for what is neither a
-    model nor a mapping.
-    """
-    counts = _check_counts(dense_below=dense_below, dense_last=dense_last)
-    if isinstance(masks, torch.nn.Module):
-        record = getattr(unwrap_model(masks).config, CONFIG_KEY, None)
-    elif isinstance(masks, Mapping):
-        record = _record_of(masks)
-    else:
-        raise TypeError(f"masks must be a model, or masks by layer such as masks_of(model); got {type(masks).__name__}")
-    if record is None:
-        found = f"{type(masks).__name__} without them; call use_sparse_flash(model, mask)"
-        found = found if isinstance(masks, torch.nn.Module) else f"{masks}; register their patterns"
-        raise ValueError(f"masks must be patterns that have spec text, by layer; got {found}")
-    text = json.dumps(record | counts | ({"bidirectional": True} if bidirectional else {}), indent=1)
-    Path(path).write_text(f"{text}\n", encoding="utf-8")
-
-
-def warn_of_difference(model: Any, masks: Mapping[int, LayerSettings]) -> None:
-    """Names the first two masks that differ between what a model was saved with and its layers. Masks without text are not
-    compared."""
-    found = saved_records(model)
-    name = next(iter(found), "")
-    for number, mask in masks.items() if found else ():
-        there, here = found[name].get("layers", {}).get(str(number), mask.given), mask.given
-        if isinstance(here, str) and there != here:
-            warnings.warn(
-                f"{name} says {short_text(there, 200)!r} for layer {number}, and the model was switched to "
-                f"{short_text(here, 200)!r}; use_sparse_flash(model) without a mask takes the saved ones",
-                stacklevel=callers_level(),
-            )
-            return
-
-
 def keep_record(model: Any, record: dict[str, Any] | None) -> None:
-    """Keeps masks in the configs of a model and its adapters, or nothing if they have no record, or are all the model's own."""
+    """Keeps the record of masks in a model's config, or none if all masks are the model's own."""
     if record is not None and set(record["layers"].values()) != {OWN}:
         setattr(model.config, CONFIG_KEY, record)
-    else:
-        for name in {CONFIG_KEY, _IMPLEMENTATION} & set(vars(model.config)):
-            delattr(model.config, name)
-    keep_in_adapters(model, replaces=True)
+    elif CONFIG_KEY in vars(model.config):
+        delattr(model.config, CONFIG_KEY)
 
 
 def _record_of(masks: Mapping[int, Any], **settings: object) -> dict[str, Any] | None:
     """Returns the record of masks; None if one of them has no text."""
-    known = {str(number): OWN if mask is None else mask for number, mask in masks.items()}
-    if not all(isinstance(mask, (str, Pattern)) for mask in known.values()):
-        return None
-    layers = {number: mask if mask == OWN else text_of(mask) for number, mask in known.items()}
+    layers = {str(number): mask if isinstance(mask, str) else None for number, mask in masks.items()}
     return None if None in layers.values() else {"format": _FORMAT, "layers": layers, **settings}

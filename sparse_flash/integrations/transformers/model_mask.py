@@ -17,9 +17,9 @@ from torch.nn.functional import pad
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ...api.decode import MAX_QUERIES
 from ...compat.constants import constant_in_graphs
 from ...compat.pytorch import assert_in_graph
+from ...decoding.arguments import MAX_QUERIES
 from ...masks.block_mask import BlockMask, compile_cached
 from ...masks.memory import cached_until_cleared
 from ...masks.parsing import parse, text_of
@@ -27,8 +27,6 @@ from ...masks.pattern import And, Pattern
 from ...masks.rules import move_pattern
 
 _BLOCK = 128
-# Pairs of a mask that is not a pattern, over all batch entries: a byte each, scanned on the host.
-_MOST_PAIRS = 1 << 28
 
 _NO_TENSOR = (
     "the model computes with its attention mask, which is no tensor under sparse_flash; use another implementation, such as "
@@ -39,8 +37,7 @@ _SLICED_AND_PACKED = (
 )
 _PACKED_ERROR = (
     "position_ids are of packed sequences; in compiled code, pass cu_seq_lens_q and cu_seq_lens_k too "
-    "(DataCollatorWithFlattening(return_flash_attn_kwargs=True)), or say use_sparse_flash(..., packed=True) and leave "
-    "attention_mask and the cache out"
+    "(DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
 )
 
 
@@ -155,14 +152,6 @@ class ModelMask(FlexBlockMask):
         stops = torch.full_like(starts, self.key_count) if self.key_stops is None else self.key_stops
         return torch.stack([self.first_token, starts, stops], 1).tolist()  # one wait for the GPU
 
-    @cached_property
-    def sees_both_ways(self) -> bool:
-        """Whether ``kept_pairs`` of a decoder let some query see a later key, as tokens of images and prefixes do."""
-        if self.base == "causal" or "allow_is_bidirectional_skip" in (self.arguments or {}):
-            return False
-        pairs = self.kept_pairs[..., : self.key_count].expand(-1, -1, self.q_length, -1)
-        return bool(pairs.triu(self.key_count - self.q_length + 1).any())
-
     def is_chunked(self) -> bool:
         """Whether chunks leave pairs out."""
         return self.chunk is not None and self.chunk < self.first_key_position + self.kv_length
@@ -193,16 +182,13 @@ class ModelMask(FlexBlockMask):
         Pattern, spec text, a BlockMask of these lengths, or None for all pairs."""
         limits = self.limits()
         if isinstance(mask, BlockMask):
-            if self.key_count is not None and (mask.q_len, mask.kv_len) != (self.q_length, self.key_count):
+            lengths = self.q_length, self.key_count or mask.kv_len
+            if limits or self.first_key_position or (mask.q_len, mask.kv_len) != lengths:
+                said = f"{lengths[0]} queries and {lengths[1]} keys from position {self.first_key_position} on"
                 raise ValueError(
-                    f"a layer's BlockMask must fit its tokens; got one compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; the "
-                    f"layer has {self.q_length} queries and {self.key_count} keys; pass the pattern itself, which is compiled for "
-                    "each length"
+                    f"a layer's BlockMask must fit its tokens, without limits of the model's own; got one of {mask.q_len} queries "
+                    f"and {mask.kv_len} keys for {' & '.join((said, *limits))}; pass the pattern itself, which fits each call"
                 )
-            if limits or self.first_key_position:
-                said = " & ".join(limits) or f"keys from position {self.first_key_position} on"
-                way_out = "pass a Pattern" + ", or set the model's config.sliding_window to None" * said.startswith("local(")
-                raise ValueError(f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; {way_out}")
         # Compiled code with masks of positions keeps all keys, so graphs do not depend on the position.
         position = 0 if torch.compiler.is_compiling() else self.first_key_position
         mask = restrict_mask(mask, limits, position) if limits or (mask is not None and position) else mask
@@ -210,11 +196,6 @@ class ModelMask(FlexBlockMask):
             return mask
         if (mask, device) in self._tables:
             return self._tables[mask, device]
-        if self.kept_pairs[..., :1, :1].numel() * self.q_length * self.key_count > _MOST_PAIRS:
-            raise ValueError(
-                f"the model's mask is not a pattern, and {self.q_length} x {self.key_count} pairs of each of "
-                f"{self.kept_pairs.shape[0]} sequences are too many to keep one by one; use shorter sequences or smaller batches"
-            )
         kept = self.kept_pairs[..., : self.key_count].to(device).expand(-1, -1, self.q_length, -1)
         if mask is not None:
             table = mask if isinstance(mask, BlockMask) else compile_cached(mask, self.q_length, self.key_count, _BLOCK, device)
@@ -306,11 +287,6 @@ def create_model_mask(**arguments) -> ModelMask:
         keys["key_count_tensor"] = torch.full((), count, device=arguments["device"])
     mask = ModelMask(q_length, kv_length, arguments=arguments, **keys, **fields or {})
     count = mask.key_count
-    if count is not None and not 0 < count <= kv_length:
-        mask.refusal = (
-            f"the cache must hold the key of the last query; got {kv_length} keys from position {first_key_position} on, "
-            "which end before; make it longer"
-        )
     if fields is None:
         mask.kept_pairs = sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
         mask.first_token = None if padding is None else padding.bool().int().argmax(1)
@@ -356,47 +332,26 @@ def _set_padding(mask: ModelMask, exist: torch.Tensor) -> None:
 
 
 def read_model_mask(mask: Any, query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> ModelMask:
-    """Returns the model's own mask of a call. mask: from ``create_model_mask``; None for a causal or a full mask within the window;
-    or a tensor of pairs passed to the model, True or 0 where a pair is kept. A tensor is converted once, but in each layer if it
-    was made in inference mode, which does not count the writes to it."""
+    """Returns the model's own mask of a call. mask: from ``create_model_mask``; None for a causal or a full mask within the window.
+    Raises ValueError for a tensor of pairs."""
     if mask is None:
         return ModelMask(query.shape[2], key.shape[2], "causal" if causal else "full", window, key_count=key.shape[2])
-    if isinstance(mask, ModelMask):
-        made_in_graph = mask.key_count is None and not torch.compiler.is_compiling()
-        return mask.changed(key_count=int(mask.key_count_tensor)) if made_in_graph else mask
-    cached = None if mask.is_inference() else getattr(mask, "_sparse_flash", None)
-    if cached is not None and cached[0] == mask._version:
-        return cached[1]
-    q_length, kv_length, shape = query.shape[2], key.shape[2], tuple(mask.shape)
-    fits = all(size in (1, whole) for size, whole in zip(shape, query.shape[:3], strict=False))
-    if mask.dim() != 4 or shape[3] != kv_length or not fits:
+    if not isinstance(mask, ModelMask):
         raise ValueError(
-            f"the model passes an attention mask of shape {shape} for {q_length} queries and {kv_length} keys; sparse_flash takes "
-            f"(batch | 1, heads | 1, {q_length}, {kv_length})"
+            f"attention_mask must be 2-D, (batch, tokens), or None; got shape {tuple(mask.shape)}; for pairs of tokens pass "
+            "BlockMask.from_dense(pairs) as the mask of use_sparse_flash"
         )
-    kept = mask.detach() if mask.dtype == torch.bool else mask == 0  # another tensor object, as the mask will hold this one
-    if mask.is_floating_point():
-        if not (kept | (mask <= torch.finfo(mask.dtype).min / 2)).all():
-            raise ValueError(
-                "the model passes an attention mask that adds numbers other than 0 and -inf to scores, which a mask of pairs "
-                "cannot express; use another implementation, such as model.set_attn_implementation('eager')"
-            )
-    elif mask.dtype != torch.bool:
-        raise ValueError(f"an attention mask of pairs must be bool, or 0 and -inf in a floating-point type; got {mask.dtype}")
-    model_mask = ModelMask(q_length, kv_length, kept_pairs=kept, key_count=kv_length)
-    if not mask.is_inference():
-        mask._sparse_flash = mask._version, model_mask  # cached on the tensor
-    return model_mask
+    made_in_graph = mask.key_count is None and not torch.compiler.is_compiling()
+    return mask.changed(key_count=int(mask.key_count_tensor)) if made_in_graph else mask
 
 
-def find_sequences(model_mask: ModelMask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k, packed: bool) -> torch.Tensor | None:
+def find_sequences(model_mask: ModelMask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k) -> torch.Tensor | None:
     """Returns the first token of each packed sequence among all tokens of the batch, then their end, (sequences + 1,) int32: by
     cu_seq_lens_q of that form, otherwise by the mask function and by position_ids, (batch | 1, tokens), where they do not rise.
-    None if each row is one sequence. packed: whether compiled code, which cannot read values, expects packed sequences.
+    None if each row is one sequence. Compiled code cannot read values, and fails at run time where position_ids do not rise.
 
     Layers of a kind share what it found. In compiled code it stores nothing, as layers may be checkpointed.
     """
-    batch = query.shape[0]
     if cu_seq_lens_q is not None:
         if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
             # Reading values on a GPU takes a synchronization in each layer.
@@ -407,30 +362,25 @@ def find_sequences(model_mask: ModelMask, query, position_ids, cu_seq_lens_q, cu
     compiling, held = torch.compiler.is_compiling(), model_mask.found_sequences
     if held is not None and held[0] is position_ids and not compiling:
         return held[1]
-    if compiling and packed and position_ids is not None and position_ids.shape[-1] != model_mask.q_length:
-        raise ValueError(_SLICED_AND_PACKED)
     by_function, by_positions = model_mask.sequence_starts, _starts_by_positions(model_mask, position_ids)
     starts = by_function if by_positions is None else by_positions if by_function is None else by_positions | by_function
-    if not compiling:
-        found = None if starts is None or not starts[:, 1:].any() else _bounds_of(starts.expand(batch, -1))
-        model_mask.found_sequences = position_ids, found
-        return found
-    if starts is None:
+    if compiling:
+        if starts is not None:
+            assert_in_graph(~starts[:, 1:].any(), _PACKED_ERROR)
         return None
-    if packed and model_mask.key_starts is None and model_mask.q_length == model_mask.kv_length:
-        return _bounds_of(starts.expand(batch, -1))
-    assert_in_graph(~starts[:, 1:].any(), _PACKED_ERROR)
-    return None
+    found = None
+    if starts is not None and starts[:, 1:].any():
+        starts = starts.expand(query.shape[0], -1).flatten()
+        found = pad(starts.nonzero().flatten(), (0, 1), value=len(starts)).to(torch.int32)
+    model_mask.found_sequences = position_ids, found
+    return found
 
 
 def _starts_by_positions(model_mask: ModelMask, position_ids: torch.Tensor | None) -> torch.Tensor | None:
     """Returns whether a sequence starts with a token, (batch | 1, q_length) bool: with the first, and with any whose position is
-    not past that of the last existing token before it. None if position_ids are not one for each query, or if the user gave a
-    mask of pairs, which says itself who sees whom."""
+    not past that of the last existing token before it. None if position_ids are not one for each query."""
     q_length, arguments = model_mask.q_length, model_mask.arguments or {}
     if position_ids is None or position_ids.dim() > 2 or not position_ids.shape[-1] == q_length > 1:
-        return None
-    if not arguments and model_mask.kept_pairs is not None:
         return None
     positions, padding = position_ids.view(-1, q_length), arguments.get("attention_mask")
     earlier = positions[:, :-1]
@@ -442,16 +392,3 @@ def _starts_by_positions(model_mask: ModelMask, position_ids: torch.Tensor | Non
         before, later = last >= 0, exist[:, 1:]
         earlier = positions.expand(exist.shape[0], -1).gather(1, last.clamp(min=0))
     return pad((positions[:, 1:] <= earlier) & before & later, (1, 0), value=True)
-
-
-def _bounds_of(starts: torch.Tensor) -> torch.Tensor:
-    """Returns ``find_sequences`` of starts, (batch, q_length) bool. In compiled code, which cannot read how many sequences there
-    are, (tokens + 1,): the sequences past the last are empty."""
-    starts = starts.flatten()
-    tokens = starts.shape[0]
-    if not torch.compiler.is_compiling():
-        return pad(starts.nonzero().flatten(), (0, 1), value=tokens).to(torch.int32)
-    # The first token of each sequence writes its position to the sequence's number; all others write past the end.
-    number = torch.where(starts, starts.cumsum(0) - 1, tokens + 1)
-    token = torch.arange(tokens, device=starts.device, dtype=torch.int32)
-    return torch.full((tokens + 2,), tokens, dtype=torch.int32, device=starts.device).scatter(0, number, token)[:-1]

@@ -1,2 +1,2 @@
-"""Shared by all kernels: tiles, random numbers, configs, the variant that a kernel is compiled for, and differences between
-releases of Triton and Gluon. Knows Triton, but not kernels or launches."""
+"""Shared by all kernels: tiles, random numbers, configs, variants, and differences between releases of Triton and Gluon. Knows
+Triton, but not kernels or launches."""

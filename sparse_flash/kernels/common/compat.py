@@ -1,4 +1,4 @@
-"""Differences between releases of Triton and its interpreter; ``gluon.py`` has the same for Gluon, and private names."""
+"""Differences between releases of Triton and its interpreter. ``gluon.py`` has those of Gluon, and private names."""
 
 import os
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 @dataclass(frozen=True)
 class Constants:
-    """Gives a kernel the attributes of a frozen dataclass, computed ones too, as compile-time constants. Triton 3.6 and 3.7 do not
-    take plain numbers everywhere; the interpreter takes nothing else."""
+    """Gives a kernel the attributes and properties of a frozen dataclass as compile-time constants. Triton 3.6 and 3.7 do not take
+    plain numbers everywhere; the interpreter takes only these."""
 
     of: Any
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # asked for by copy and pickle before ``of`` is set
+        if name.startswith("_"):  # copy and pickle look names up before ``of`` is set
             raise AttributeError(name)
         value = getattr(self.of, name)
         return value if _INTERPRETED else tl.constexpr(value)

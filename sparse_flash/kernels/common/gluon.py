@@ -1,4 +1,4 @@
-"""One set of names for what differs between the Triton releases that these kernels run on (3.6 to 3.9)."""
+"""One name for each function that differs between Triton 3.6 to 3.9."""
 
 from math import prod
 
@@ -19,7 +19,7 @@ except ImportError:
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
-# Asynchronous copies of 4 to 16 bytes a thread from any addresses, zeros where a mask is not set; and their arrival at a barrier.
+# Asynchronous copies of 4 to 16 bytes a thread from any addresses, zeros outside a mask; and their arrival at a barrier.
 copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 copies_arrive = async_copy.mbarrier_arrive
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -40,7 +40,7 @@ def view(buffer, dtype, shape, layout, _semantic=None):
     bits, wanted = (of.primitive_bitwidth * prod(sizes) for of, sizes in ((buffer.dtype, buffer.shape), (dtype, shape)))
     if bits == wanted:
         return method(dtype, shape, layout, _semantic=_semantic)
-    # Triton 3.8 reinterprets a whole buffer, not a part of one and not as fewer bytes.
+    # Triton 3.8 only reinterprets a whole buffer as the same number of bytes.
     return method(dtype, [bits // wanted, *shape], layout, _semantic=_semantic).index(0, _semantic=_semantic)
 
 
@@ -52,8 +52,8 @@ def view_for_tma(tile, tensor):
 
 @gluon.jit
 def opaque_zero(near):
-    """0, but to the compiler a new value each time. An address that includes it is computed where it is used; otherwise the
-    compiler computes all addresses of a loop before it, and spills them. near: any int32 scalar."""
+    """0 that the compiler takes for a new value each time. Added to an address, it makes the compiler compute the address where it
+    is used, instead of computing all addresses before a loop and spilling them. near: any int32 scalar."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [near], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: which ones kernels take, copies of the others, and the memory order of results. Imports no triton."""
+"""Layouts of tensors: which ones kernels take, copies of the others, and the memory order of results. Imports no triton."""
 
 from collections.abc import Iterable
 
@@ -22,9 +22,9 @@ def empty_out(q: torch.Tensor, v_head_dim: int, device=None) -> torch.Tensor:
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:
-    """Whether TMA can address it: it needs a contiguous last dimension, and a base and strides that are multiples of 16 bytes;
-    results like the tensor then meet this too. Projections of q, k and v in one tensor qualify, and either order of tokens and
-    heads, if head dimensions are multiples of 8."""
+    """Whether TMA can address a tensor: its last dimension must be contiguous, its base and strides multiples of 16 bytes. A result
+    of the same layout then qualifies too. Joint projections of q, k and v qualify, in either order of tokens and heads, if head
+    dimensions are multiples of 8."""
     unit = 16 // tensor.element_size()
     *strides, last = tensor.stride()
     pieces = strides[0] | strides[1] | strides[2] | tensor.shape[3]
@@ -33,7 +33,7 @@ def is_addressable(tensor: torch.Tensor) -> bool:
 
 
 def as_addressable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if TMA can address it, otherwise a copy with rows padded to multiples of 16 bytes."""
+    """The tensor if TMA can address it, otherwise a copy with rows padded to multiples of 16 bytes."""
     if is_addressable(tensor):
         return tensor
     padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % (16 // tensor.element_size())))
@@ -41,13 +41,13 @@ def as_addressable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_contiguous_rows(tensor: torch.Tensor, in_pairs: bool = False) -> torch.Tensor:
-    """The tensor itself if its last dimension is contiguous, otherwise a copy. to_pairs: and if rows begin at even positions."""
+    """The tensor if its last dimension is contiguous, otherwise a copy. in_pairs: rows must also begin at even positions."""
     ready = tensor.stride(-1) == 1 and not (in_pairs and any(stride % 2 for stride in tensor.stride()[:3]))
     return tensor if ready else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def restore_layout(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Converts a result like ``ready`` to one like ``tensor``: its head_dim and memory order."""
+    """Converts a result with the layout of ``ready`` to the head_dim and memory order of ``tensor``."""
     return result if ready is tensor else torch.empty_like(tensor).copy_(result[..., : tensor.shape[3]])
 
 

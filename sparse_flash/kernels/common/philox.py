@@ -1,4 +1,4 @@
-"""The random numbers of dropout, regenerated wherever they are needed. Source: Salmon et al., "Parallel random numbers: as easy as
+"""The random numbers of dropout, computed again where they are needed. Source: Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3" (SC 2011)."""
 
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def stream_of_batch_head(seed, batch_head):
-    """Three scalars that distinguish a batch-head's draws from others'. batch_head: batch * heads + head. seed: pointer."""
+    """Three scalars that make a batch-head's draws distinct. batch_head: batch * heads + head. seed: pointer."""
     word = batch_head.to(tl.uint32)
     key, q_mask, k_mask, _ = _philox_4x32(tl.load(seed).to(tl.uint64), word, word * 0, word * 0, word * 0)
     return key, q_mask, k_mask
@@ -15,12 +15,12 @@ def stream_of_batch_head(seed, batch_head):
 
 @triton.jit
 def draw_words(stream, query, token, first_query, first_key):
-    """The words from which pairs of a tile draw: the lower half counts for query // 8 % 2 = 0, otherwise the upper one.
+    """The words from which pairs of a tile draw: the lower half if query // 8 % 2 is 0, otherwise the upper half.
 
     query, token: uint32, within the tile, of shapes that broadcast to it. first_query, first_key: the tile's first tokens.
 
-    Written per pair, so nothing changes layout. The four pairs of a draw lie in one thread, and the compiler, which knows in which
-    bits their tokens differ, draws once for them.
+    Written per pair, so layouts stay. The four pairs of a draw are in one thread, and the compiler, which knows in which bits their
+    tokens differ, draws once for them.
     """
     key, q_mask, k_mask = stream
     q_group = _group(query) ^ (first_query.to(tl.uint32) // 2) ^ q_mask
@@ -32,8 +32,8 @@ def draw_words(stream, query, token, first_query, first_key):
 
 @triton.jit
 def _group(token):
-    """token // 16 * 8 + token % 8. The last bit is taken separately; otherwise the compiler does not see that an odd token shares
-    its group with the token 8 before."""
+    """token // 16 * 8 + token % 8. The last bit is added separately, so that the compiler sees that an odd token and the token 8
+    before it share a group."""
     return token // 16 * 8 + (token & 6) + (token & 1)
 
 

@@ -1,5 +1,5 @@
-"""The current GPU and stream as numbers, which the host looks up at every launch; PyTorch's public calls create a stream object,
-and take 3 us longer. None in a PyTorch without CUDA."""
+"""The current GPU and stream as numbers, which the host looks up at every launch. PyTorch's public calls create a stream object and
+take 3 us longer. None in a PyTorch without CUDA."""
 
 from contextlib import nullcontext
 
@@ -14,7 +14,7 @@ _AS_IT_IS = nullcontext()
 
 
 def current_device(device: torch.device):
-    """Triton launches on the current GPU, which need not be the tensors' GPU."""
+    """Context that makes the tensors' GPU current, on which Triton launches."""
     if device.type != "cuda" or device.index == current_gpu():  # type: ignore[misc]  # None only in builds without GPUs
         return _AS_IT_IS
     return torch.cuda.device(device)

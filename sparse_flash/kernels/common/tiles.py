@@ -1,7 +1,7 @@
 """Tile loads, reads of the lookup table, and masks, for the forward and backward kernels.
 
 Kernels iterate over *steps*. A table entry is a block of TABLE_BLOCK x TABLE_BLOCK pairs; a step is the part of an entry that one
-iteration computes. The kind of a loop's entries is fixed at compile time: the loop over full blocks contains no mask code at all.
+iteration computes. The kind of a loop's entries is fixed at compile time, so the loop over full blocks has no mask code.
 """
 
 from typing import Any, NamedTuple
@@ -13,22 +13,22 @@ from .compat import is_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Below every score and finite, so a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
+# Below every score and finite, so rows without kept keys need no guard: exp2(-inf - FLOOR) is 0, not NaN.
 FLOOR = tl.constexpr(-3.0e38)
 
 # Kinds of entries, in the order of a table's row. A dense loop has no tiles: it treats its ragged end as kind RUNS.
 FULL = tl.constexpr(0)
 RUNS = tl.constexpr(1)
 BITS = tl.constexpr(2)
-# Entries of any kind with some nonexistent tokens, which may hold anything. One loop has all of them, as another copy of the body
-# would cost the other loops registers.
+# Entries of any kind with nonexistent tokens, which may be NaN. One loop has all of them, as more copies of the body would cost the
+# other loops registers.
 CUT = tl.constexpr(3)
 
 
 class TableEntries(NamedTuple):
-    """The entries that a kernel iterates over, row after row. A dense loop (SPARSE False) has none: its entries are its steps.
+    """The entries that a kernel iterates over, row after row. A dense loop (SPARSE False) has steps instead of entries.
 
-    index: the block of each entry along the axis of the loop. tile_idx, tile_runs, tile_bits: its mask tile. BLOCK: pairs on either
+    index: the block of each entry along the axis of the loop. tile_idx, tile_runs, tile_bits: its mask tile. BLOCK: tokens on a
     side of an entry.
     """
 
@@ -41,7 +41,7 @@ class TableEntries(NamedTuple):
 
 
 class TableTensors(NamedTuple):
-    """A table as kernels take it: see ``masks.table.Table``. mask_index: the mask of each head. order: rows by weight."""
+    """The tensors of a table: see ``masks.table.Table``. mask_index: the mask of each head. order: rows by weight."""
 
     mask_index: Any
     ptr: Any
@@ -54,7 +54,7 @@ class TableTensors(NamedTuple):
 
 
 class TableRows(NamedTuple):
-    """The rows of a table. count: rows of a mask. Strides: of the mask index."""
+    """The rows of a table. count: rows of a mask. batch_stride, head_stride: of the mask index."""
 
     table: Any
     batch_stride: Any
@@ -63,8 +63,8 @@ class TableRows(NamedTuple):
 
 
 class BlockPositions(NamedTuple):
-    """Pairs of a step as int32 positions within their block: one of query and key is (n, 1), the other (1, n). queries_left,
-    keys_left: tokens from the block's start to the end of each axis; only a dense loop needs them."""
+    """Pairs of a step as int32 positions within their block; of query and key, one is (n, 1) and the other (1, n). queries_left,
+    keys_left: tokens from the block's start to the end of each axis, for dense loops."""
 
     query: Any
     key: Any
@@ -73,8 +73,8 @@ class BlockPositions(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A (batch, heads, tokens, head_dim) tensor on a chip that cannot address tiles in hardware. There Triton would turn a
-    descriptor into loads of single elements, as it does not know that rows are contiguous and 16-byte aligned.
+    """A (batch, heads, tokens, head_dim) tensor on a chip that cannot address tiles in hardware. There Triton would lower a
+    descriptor to loads of single elements, as it does not know that rows are contiguous and 16-byte aligned.
 
     Strides are in units of 16 bytes. pieces: 16-byte units per row, or None if a tile is as wide as the tensor.
     """
@@ -89,7 +89,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _pointers(rows, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexpr):
-    """Pointers to a (TILE, DIM) tile, and which of them lie in the tensor."""
+    """Pointers to a (TILE, DIM) tile, and which of them are in the tensor."""
     PIECE: tl.constexpr = 128 // rows.base.dtype.element_ty.primitive_bitwidth
     row, column = tl.arange(0, TILE), tl.arange(0, DIM)
     first = tl.cast(first_row, tl.int64) * rows.token_stride
@@ -161,7 +161,7 @@ def dense_bounds(length, TILE: tl.constexpr):
 
 @triton.jit
 def step_position(table, step, end, TILE: tl.constexpr):
-    """The first token of a step along the axis of the loop; arbitrary past the end."""
+    """The first token of a step along the axis of the loop; a dummy value past the end."""
     if table.SPARSE:
         STEPS: tl.constexpr = table.BLOCK // TILE
         block = tl.load(table.index + step // STEPS, mask=step < end, other=0)
@@ -173,7 +173,7 @@ def step_position(table, step, end, TILE: tl.constexpr):
 
 @triton.jit
 def kept_pairs(table, entry, pairs, KIND: tl.constexpr):
-    """Which pairs of an entry's step are kept, in the broadcast shape of the fields of ``pairs``, an ``BlockPositions``."""
+    """Which pairs of an entry's step are kept, in the broadcast shape of ``pairs``, a ``BlockPositions``."""
     if not table.SPARSE:
         kept = (pairs.query < pairs.queries_left) & (pairs.key < pairs.keys_left)
     else:

@@ -1,5 +1,5 @@
-"""A variant in the form that the portable kernels take: one tuple of pointers and numbers, None for absent fields, and the
-compile-time switches."""
+"""A variant as arguments of the portable kernels: one tuple of pointers and numbers, with None for absent fields, and compile-time
+switches."""
 
 from typing import Any, NamedTuple
 
@@ -9,11 +9,11 @@ from .config import Config
 
 
 class KernelVariant(NamedTuple):
-    """Which fields are None is fixed at compile time.
+    """A variant's pointers and numbers. Which fields are None is fixed at compile time.
 
     seed: int64, used with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
-    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE. q_positions, kv_positions:
-    (tokens / 16,) int32, batch_heads: (batch, heads) int32, for dropout: see ``Variant``. sinks: (heads,), of forward passes.
+    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE. sinks: (heads,), of forward
+    passes.
     """
 
     seed: Any = None
@@ -27,9 +27,6 @@ class KernelVariant(NamedTuple):
     rel_bias: Any = None
     rel_bias_gradient: Any = None
     params: Any = None
-    q_positions: Any = None
-    kv_positions: Any = None
-    batch_heads: Any = None
     sinks: Any = None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -37,7 +34,7 @@ class KernelVariant(NamedTuple):
 
 
 NO_VARIANT = KernelVariant()
-# SCORED: scores are more than scaled products. REACH: the largest distance of rel_bias. SCORE, DERIVATIVE: the user's own score
+# SCORED: whether scores are more than scaled products. REACH: the largest distance of rel_bias. SCORE, DERIVATIVE: the user's score
 # function and its derivative.
 NO_SWITCHES = {"SCORED": False, "REACH": 0, "SCORE": None, "DERIVATIVE": None}
 
@@ -45,7 +42,7 @@ NO_SWITCHES = {"SCORED": False, "REACH": 0, "SCORE": None, "DERIVATIVE": None}
 def kernel_variant(
     variant, rel_bias_gradient: torch.Tensor | None = None, sinks: torch.Tensor | None = None
 ) -> tuple[KernelVariant, dict, tuple]:
-    """(the kernel's argument, its switches, what Triton specializes on). sinks: those that the kernel adds."""
+    """(the kernel's argument, its switches, the key of what Triton specializes on). sinks: of kernels that add sinks."""
     if variant is None and sinks is not None:
         return NO_VARIANT._replace(sinks=sinks), NO_SWITCHES, (sinks.dtype,)
     if variant is None:
@@ -62,9 +59,6 @@ def kernel_variant(
         variant.rel_bias,
         rel_bias_gradient,
         variant.score_params or None,
-        variant.q_positions,
-        variant.kv_positions,
-        variant.batch_heads,
         sinks,
     )
     switches = {
@@ -82,11 +76,10 @@ def kernel_variant(
 def launch_options(config: Config, given: KernelVariant, switches: dict, rows: int) -> dict[str, int]:
     """Triton's options for a kernel of this variant; the config's for plain attention. rows: of a step's products.
 
-    According to compilation for sm_90 (triton 3.6). Eight warps pay off only for 128 rows, where they halve what each thread holds:
-    with dropout or the gradient of a bias, four warps spill 130 to 800 bytes for 128 x 64 at head_dim 64. For 64 rows, each of
-    eight warps computes everything that each of four would: a step of dK and dV then takes twice the instructions, and spills cost
-    less. One stage less for a bias with a user's function, as Triton prefetches the bias through shared memory: see
-    ``portable.scores._add_bias``.
+    Chosen by compiling for sm_90 (triton 3.6). Eight warps pay only for 128 rows, where they halve each thread's registers: with
+    dropout or the gradient of a bias, four warps spill 130 to 800 bytes for 128 x 64 at head_dim 64. For 64 rows, eight warps
+    repeat work: a step of dK and dV takes twice the instructions, which costs more than spills. A bias with a user's function gets
+    one stage less, as Triton prefetches the bias through shared memory: see ``portable.scores._add_bias``.
     """
     crowded = rows >= 128 and (given.seed is not None or given.rel_bias_gradient is not None)
     biased = given.rel_bias is not None and switches["SCORE"] is not None

@@ -1,4 +1,4 @@
-"""Dropout of a tile in place, in the registers of a wgmma accumulator: see ``variant.definition.kept_by_dropout``.
+"""Dropout of a tile in place, in the registers of a wgmma accumulator: see ``core.definition.kept_by_dropout``.
 
 ``common/philox`` makes the words. As in ``masks``, each selection is one piece of inline assembly: the compiler would make all
 comparisons written in Gluon before the values exist, and keep them as predicates.

@@ -677,7 +677,7 @@ def _run(call, recording):
 
 
 def attention_forward_of_eight_bits(call, of_copies: tuple = ()):
-    """Returns out and lse as ``attention_forward`` does, computed in e4m3: see ``variant.eight_bits``."""
+    """Returns out and lse as ``attention_forward`` does, computed in e4m3: see ``core.eight_bits``."""
     key, run = (attention_forward_kernel.fn, "e4m3", of_copies), partial(_run_of_eight_bits, call)
     return tuple(launch_or_repeat(call.launches, key, call.table, call[:3], run)[:2])
 

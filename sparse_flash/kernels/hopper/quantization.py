@@ -1,6 +1,6 @@
 """Rounds q, k and v to e4m3, for the forward kernel: q with a scale for each block of 64 tokens, k and v with one for each head.
 
-q and k are rotated first: see ``variant.eight_bits``. The mean of a head's keys is subtracted. It moves a query's scores alike,
+q and k are rotated first: see ``core.eight_bits``. The mean of a head's keys is subtracted. It moves a query's scores alike,
 which softmax does not see; ``lse`` does, and gets q * mean back. Values are transposed, as products of e4m3 need both operands
 contiguous along the axis that they sum over, and their keys are in ``quads``' order.
 """
@@ -42,7 +42,7 @@ class Operands(NamedTuple):
 
 @triton.jit
 def _signs(DIM: tl.constexpr):
-    """Returns the matrix of ``variant.eight_bits.rotate`` times sqrt(DIM), for DIM up to 16, as (DIM, DIM) float32."""
+    """Returns the matrix of ``core.eight_bits.rotate`` times sqrt(DIM), for DIM up to 16, as (DIM, DIM) float32."""
     row, column = tl.arange(0, DIM)[:, None], tl.arange(0, DIM)[None, :]
     bits = row & (column ^ (row >> 1 & 5))
     bits ^= bits >> 2

@@ -1,5 +1,5 @@
-"""Tile sizes measured by Triton's autotuner, for GPUs on which nobody measured the built-in ones: only if SPARSE_FLASH_AUTOTUNE=1.
-It is off by default because other tiles round in another order, and two processes may choose differently."""
+"""Tile sizes measured by Triton's autotuner if SPARSE_FLASH_AUTOTUNE=1, for GPUs on which the built-in ones were not measured. Off
+by default because other tiles round in another order, and two processes may choose differently."""
 
 import os
 from contextlib import suppress
@@ -12,16 +12,16 @@ from triton.runtime.errors import OutOfResources
 
 from ..common.config import Config
 
-# The fastest configs, by what a kernel is compiled for and the class of the call's sizes: one for each in use, never stale.
+# The fastest configs, by what a kernel is compiled for and the class of the call's sizes; never stale.
 _fastest: dict[str, Config] = {}
 
 
 def tuned_config(kernel, launch, config: Config, block_size: int | None, key, sizes: tuple[int, ...], recording) -> Config:
     """Returns the fastest of a config and its neighbours, which the first call of a class measures. Without the environment
-    variable, and where nothing can be measured, returns the config.
+    variable, and during the capture of a CUDA graph, returns the config.
 
-    launch, key: as ``run_within_memory`` takes them; launches may be repeated. sizes: of the call; sizes between the same powers of
-    two are of one class. recording: notes no launch that is only measured.
+    launch, key: of ``run_within_memory``; launches may be repeated. sizes: of the call; sizes between the same powers of two form a
+    class. recording: measured launches are removed from it.
     """
     if os.environ.get("SPARSE_FLASH_AUTOTUNE") != "1":
         return config

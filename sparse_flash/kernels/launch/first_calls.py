@@ -1,4 +1,4 @@
-"""Compiles a kernel for its first launch: says so on a terminal, and does it once per machine however many processes need it."""
+"""Compiles a kernel for its first launch: says so on a terminal, and does it once for all processes of a machine."""
 
 import hashlib
 import os
@@ -9,17 +9,17 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from triton import knobs
 
-_PATIENCE = 1.0  # seconds; anything faster came from Triton's cache on disk, and is not worth a line
+_PATIENCE = 1.0  # seconds; anything faster came from Triton's cache on disk, and needs no message
 
 
 @contextmanager
 def first_call(what: str, key: tuple) -> Iterator[None]:
-    """Wraps the compilation of a kernel for its first launch in this process. what: text for the terminal, if it takes long. key:
-    everything that it is compiled for.
+    """Wraps the compilation of a kernel for its first launch in this process. what: text for the terminal if it takes long. key:
+    everything that the kernel is compiled for.
 
-    Another process that compiles the same kernel into the same cache waits, and Triton then reads the result. It does not wrap the
-    launch: CUDA may load a kernel only when all that runs on the GPU has ended, and that may be an exchange with another rank,
-    which waits here.
+    Another process that compiles the same kernel into the same cache waits, and Triton then reads the result. The launch stays
+    outside: CUDA may load a kernel only after everything that runs on the GPU has ended, and that may be an exchange with another
+    rank, which waits here.
     """
     said = f"sparse_flash: compiling {what}: once on this machine"
     timer = threading.Timer(_PATIENCE, print, [said], {"file": sys.stderr, "flush": True})
@@ -35,7 +35,7 @@ def first_call(what: str, key: tuple) -> Iterator[None]:
 
 @contextmanager
 def _lock_across_processes(name: str) -> Iterator[None]:
-    """If files cannot be locked, each process compiles for itself."""
+    """Locks a file in Triton's cache. If files cannot be locked, each process compiles by itself."""
     with ExitStack() as locked:
         with suppress(ImportError, OSError):  # ImportError on Windows
             import fcntl

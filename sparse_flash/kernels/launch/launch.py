@@ -1,4 +1,4 @@
-"""Shared by the launchers: tensor descriptors, table arguments, and the launches themselves."""
+"""Shared by the launchers: tensor descriptors, table arguments, launches."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
@@ -18,17 +18,17 @@ from .first_calls import first_call
 from .memory import compiled_kernels, fitting_configs, prepared_under, reserve_graph_zeros, zeros_of_a_graph, zeros_of_stream
 from .replay import ensure_context, keep_for_replay
 
-# Triton specializes on integers that are 1 or multiples of 16. Few benefit, and a new number of heads or keys should not wait for a
-# compilation. q_len does benefit: 16-byte aligned rows of lse and delta make dK and dV up to 16 % faster.
+# Triton specializes integers that are 1 or multiples of 16. These integers do not benefit, and a new number of heads or keys should
+# not compile. q_len does benefit: 16-byte aligned rows of lse and delta make dK and dV up to 16 % faster.
 NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_batch_stride", "mask_head_stride"]
 
 
 @cache
 def can_address_tiles(device: torch.device) -> bool:
-    """Whether the chip can address tiles in hardware, and Triton makes good use of it; its interpreter does.
+    """Whether the chip can address tiles in hardware, and Triton uses it well. Its interpreter can.
 
-    Compute capability 12.0 could. But Triton 3.9 does not prefetch such tiles ahead of its products, and spills 800 to 1,100 bytes
-    in the backward kernels at head_dim 128, which spill 0 to 100 with pointers.
+    Compute capability 12.0 could. But there Triton 3.9 does not prefetch such tiles, and the backward kernels at head_dim 128 spill
+    800 to 1,100 bytes, with pointers 0 to 100.
     """
     if device.type != "cuda":
         return True
@@ -37,11 +37,11 @@ def can_address_tiles(device: torch.device) -> bool:
 
 def descriptor_or_rows(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor | Rows:
     """Returns Triton's descriptor of a (batch, heads, tokens, head_dim) tensor for tiles of (rows, dim), or ``Rows`` instead."""
-    # Products of float32 take their operands from registers, and Triton's code for tiles that the hardware placed spills: at
-    # head_dim 64 and 128, for compute capability 9.0, 400 to 8,100 bytes a thread, where pointers spill 0 to 1,800.
+    # Products of float32 read operands from registers. With descriptors they spill 400 to 8,100 bytes a thread at head_dim 64 and
+    # 128, for compute capability 9.0, and with pointers 0 to 1,800.
     if tensor.dtype == torch.float32 or not can_address_tiles(tensor.device):
         return as_rows(tensor, dim)
-    # Bypasses the constructor, whose checks the back end has already made: a call creates up to sixteen of these.
+    # Bypasses the constructor, whose checks the back end has made: a call creates up to sixteen descriptors.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = tensor
     descriptor.shape = list(tensor.shape)
@@ -64,7 +64,7 @@ def integers_key(numbers: Iterable[int | None]) -> tuple:
 
 
 def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
-    """The arguments of a kernel that iterates over ``table``; a dense kernel does not use them, and gets placeholders."""
+    """The arguments of a kernel that iterates over ``table``. A dense kernel gets placeholders, which are unused."""
     if mask is None:
         return (placeholder,) * 8 + (0, 0)
     index = mask.mask_index
@@ -74,7 +74,7 @@ def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
 
 
 def loop_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: torch.Tensor) -> tuple:
-    """The table and shape arguments of every portable kernel. table: the mask's, or None if the mask is."""
+    """The table and shape arguments of every portable kernel. table: the mask's, or None without a mask."""
     (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
     rows = 0 if table is None else table.row_order.shape[1]
     *tensors, batch_stride, head_stride = table_arguments(mask, table, placeholder)
@@ -87,13 +87,13 @@ def length_key(q_len: int) -> tuple[bool, bool]:
 
 
 def program_count(table, length: int, tile: int, block_size: int | None) -> int:
-    """The number of programs along a table's rows, or along ``length`` tokens."""
+    """The number of programs along a table's rows, or along ``length`` tokens if table is None."""
     return triton.cdiv(length, tile) if table is None else table.row_order.shape[1] * (block_size // tile)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """The multiprocessor count of a GPU; a few for the interpreter, on a CPU."""
+    """The number of multiprocessors of a GPU; 4 for the interpreter, on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -107,22 +107,22 @@ def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
     return zeros_of_stream("arrivals", max(count, 1024), device, raw_stream(device.index))
 
 
-# Fuses multiply-adds, with one rounding instead of two, as in all measurements and tests; Triton 3.10 has another default.
+# Fuses multiply-adds, with one rounding instead of two, as in all measurements and tests. Triton 3.10 has another default.
 FUSED = {"enable_fp_fusion": True}
 
 
 def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, options: dict, specialized: tuple = ()):
-    """``kernel[grid](*arguments, **constants, **options)``. Repeated launches skip Triton's search for the compiled code, which
-    costs as much host time as everything else. Returns the compiled kernel, or None under the interpreter.
+    """Does ``kernel[grid](*arguments, **constants, **options)``. Repeated launches skip Triton's lookup of the compiled code, which
+    takes half of the host's time. Returns the compiled kernel, or None under the interpreter.
 
     arguments: all except compile-time ones, which come last in the kernel's signature and in ``constants``. specialized: what else
     Triton specializes on.
     """
-    # A tensor or its descriptor; the other dtypes follow from its dtype.
+    # A tensor or its descriptor, whose dtype determines the other dtypes.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
     pointers = [tensor.data_ptr() for tensor in _tensors_in(arguments)]
     if isinstance(arguments[0], Rows):
-        # Triton specializes a tuple's integers whatever the kernel declares.
+        # Triton specializes a tuple's integers in any case.
         specialized = (*specialized, *(integers_key(a[1:]) for a in arguments if isinstance(a, Rows)))
     key = (kernel.fn, first.device, first.dtype, specialized, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
@@ -146,7 +146,7 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
 
 
 def _tensors_in(arguments: Iterable) -> Iterator[torch.Tensor]:
-    """The tensors among these arguments, and in tuples among them."""
+    """Yields the tensors among these arguments and in their tuples."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument
@@ -155,11 +155,11 @@ def _tensors_in(arguments: Iterable) -> Iterator[torch.Tensor]:
 
 
 def run_within_memory(run: Callable[[Config], None], config: Config, key: Callable[[], tuple]) -> None:
-    """Calls run(config), or with the next ``shrink_config`` config that fits this GPU's shared memory.
+    """Calls run(config); if the config does not fit this GPU's shared memory, with the next one by ``shrink_config`` that does.
 
     The built-in configs fit with everything that the package adds to scores. But a user's score_mod may load anything, which Triton
-    prefetches through shared memory; how much that takes is known after compilation, before anything has run. key: everything that
-    the kernel is compiled for, except the config; what fits is remembered.
+    prefetches through shared memory. How much that takes is known after compilation, before anything runs. key: everything that the
+    kernel is compiled for, except the config; the config that fits is stored.
     """
     wanted = config
     if fitting_configs:
@@ -189,8 +189,8 @@ def _description(kernel, constants: dict) -> str:
 
 
 class Recording:
-    """Makes the launches of one call, and notes what a replay needs: the launches, (compiled, grid, all arguments including
-    compile-time ones) of each, and the tensors besides the call's inputs, with what makes them."""
+    """Makes the launches of one call, and records them for a replay. launches: (compiled, grid, all arguments including
+    compile-time ones). tensors: all except the call's inputs. makers: the functions that make them."""
 
     def __init__(self):
         self.launches: list[tuple] = []
@@ -204,14 +204,15 @@ class Recording:
         self.launches.append((compiled, grid, [*arguments, *constants.values()]))
 
     def fresh(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Notes an uninitialized tensor that this call allocated. A replay allocates another one with its layout."""
+        """Records an uninitialized tensor that this call allocated. A replay allocates another with its layout."""
         self.tensors.append(tensor)
         kind = {"dtype": tensor.dtype, "device": tensor.device}
         self.makers.append(partial(torch.empty_strided, tensor.shape, tensor.stride(), **kind))
         return tensor
 
     def each_time(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns and notes ``make()``, which a replay calls too. make: refers to no tensor, which would then live on."""
+        """Returns and records ``make()``, which a replay calls too. make: refers to no tensor, as it would keep the tensor
+        alive."""
         self.tensors.append(make())
         self.makers.append(make)
         return self.tensors[-1]
@@ -220,13 +221,12 @@ class Recording:
 def launch_or_repeat(
     launches: dict[Any, Any] | None, key: Any, mask, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]
 ):
-    """Makes the launches of a call, or replays the launches of an earlier call that was like this one. Returns the result of
-    ``run``, or the tensors of the replay in the order in which ``run`` got them from its ``Recording``.
+    """Makes the launches of a call, or replays those of an earlier equal call. Returns the result of ``run``, or the tensors of the
+    replay in the order in which ``run`` got them from its ``Recording``.
 
-    launches: what earlier calls kept; None: the call is never replayed. key: with ``launches``, everything that the launches depend
-    on except addresses. mask: whose tables take part, or None. inputs: all tensors that take part, except the mask's and the
-    recording's. run: makes the launches. It may call its launcher again, on copies of the inputs, instead of launching anything
-    itself.
+    launches: of earlier calls; None: the call is never replayed. key: together with ``launches``, everything that the launches
+    depend on except addresses. mask: whose tables the kernels read, or None. inputs: all tensors except the mask's and the
+    recording's. run: makes the launches; instead, it may call its launcher again on copies of the inputs.
     """
     has_mask = mask is not None
     if has_mask and mask.selected_from is not None:  # the next such mask has other tables
@@ -246,8 +246,8 @@ def launch_or_repeat(
 
 
 def launch_or_repeat_alike(kernel, mask, key: tuple, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]):
-    """Does as ``launch_or_repeat`` for calls without a record. A call is repeated if its key, the layouts of its inputs and the
-    shapes of its tables equal the ones of an earlier call. kernel: any kernel of the call."""
+    """``launch_or_repeat`` for calls without a record. A call is replayed if its key, the layouts of its inputs and the shapes of
+    its tables equal those of an earlier call. kernel: any kernel of the call."""
     chosen = mask is not None and mask.selected_from is not None
     shapes = [t.shape for t in mask.tensors()] if chosen else ()
     key = kernel.fn, *key, *layouts(inputs), *shapes

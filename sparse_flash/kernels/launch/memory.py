@@ -1,4 +1,4 @@
-"""The memories of launchers between calls. Each memory states its bound and what makes an entry stale. ``clear`` empties everything
+"""What launchers store between calls. Each store states its bound and what makes an entry stale. ``clear`` empties everything
 except memory that captured graphs write to."""
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ import torch
 RESULT = TypeVar("RESULT")
 _MOST = 512  # entries of one mask, or of calls without one; launches take some KB each
 
-# Everything that calls without a mask have prepared; a key holds all that its entry depends on. At _MOST entries, all are dropped.
+# What calls without a mask have prepared; a key holds everything that its entry depends on. At _MOST entries, all are dropped.
 _without_mask: dict[Any, Any] = {}
-# Each mask keeps what its own calls prepare while it lives, under this name.
+# The attribute of a mask that holds what its calls have prepared.
 _PREPARED = "_prepared"
 _masks: WeakSet = WeakSet()
 
@@ -24,10 +24,9 @@ compiled_kernels: dict[tuple, Any] = {}
 # Configs that fit a GPU's memory when the first choice does not: see ``run_within_memory``. One per such variant.
 fitting_configs: dict[tuple, Any] = {}
 
-# Zeros in which launches count arrivals or from which they take tiles, and which they reset: one for each use and stream,
-# permanent.
+# Counters of arrivals or tiles, which launches reset to zero: one tensor for each use and stream, permanent.
 _zeros: dict[tuple, torch.Tensor] = {}
-# A launch captured in a graph permanently owns a part of these: never dropped.
+# Each launch captured in a graph has a part of these: never dropped.
 _zeros_of_graphs: dict[torch.device, torch.Tensor] = {}
 _taken_by_graphs: dict[torch.device, int] = {}
 _MOST_OF_GRAPHS = 1 << 16
@@ -43,10 +42,10 @@ def cached_until_cleared(function: Callable[..., RESULT]) -> Callable[..., RESUL
 
 
 def prepared_under(mask) -> dict[Any, Any]:
-    """Returns the dict of everything that calls under a mask have prepared; None: dense attention. ``keep`` adds to it.
+    """Returns the dict of what calls under a mask have prepared; mask None: dense attention. ``keep`` adds to it.
 
-    A mask whose blocks were chosen on the device is used once, and the next one mostly has tables of the same shapes. So calls
-    under such masks share the dict of the mask that the blocks were chosen from.
+    A mask of blocks chosen on the device is used once, and the next one mostly has tables of the same shapes. So such masks share
+    the dict of the mask that the blocks were chosen from.
     """
     if mask is None:
         return _without_mask
@@ -73,8 +72,8 @@ def zeros_of_stream(use: str, count: int, device: torch.device, stream: int) -> 
 
 
 def zeros_of_a_graph(count: int, device: torch.device) -> torch.Tensor:
-    """(count,) int32 zeros for a launch being captured, whose replays may overlap with anything: zeroed before the capture if there
-    is room, so no replay has to do it."""
+    """(count,) int32 zeros for a launch being captured, whose replays may overlap with anything. While the reserve lasts, they were
+    zeroed before the capture, so replays need not do it."""
     taken = _taken_by_graphs.get(device, 0)
     if device not in _zeros_of_graphs or taken + count > _MOST_OF_GRAPHS:
         return torch.zeros(count, dtype=torch.int32, device=device)
@@ -89,7 +88,7 @@ def reserve_graph_zeros(device: torch.device) -> None:
 
 
 def lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
-    """(count,) int32 zeros that stay: allocated in a separate thread, out of reach of torch.compile's CUDA graph pool."""
+    """(count,) permanent int32 zeros, allocated in a separate thread, outside the pool of torch.compile's CUDA graphs."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device)
@@ -111,7 +110,7 @@ def forget_calls() -> None:
 
 
 def clear() -> None:
-    """Drops everything that the next calls recreate; kernels come from Triton's own cache."""
+    """Drops everything that the next calls recreate; kernels come from Triton's cache."""
     forget_calls()
     for memory in (compiled_kernels, fitting_configs, _zeros):
         memory.clear()

@@ -1,6 +1,6 @@
-"""The order in which programs take the rows of heads: how many heads take turns, the heaviest rows of all these heads first.
+"""The order in which programs take the rows of heads: how many heads run concurrently. Their heaviest rows come first.
 
-The operands of few heads stay in the L2 cache. More heads leave fewer programs idle while the last heavy rows are computed.
+The operands of few heads stay in the L2 cache. More heads leave fewer programs idle in the tail.
 """
 
 import math
@@ -8,23 +8,23 @@ from functools import cache
 
 from ..common.config import SECOND_AXIS
 
-# Bytes of keys and values that stay in the L2 cache while programs iterate over them; the rest is for other data.
+# Bytes of keys and values that stay in the L2 cache while programs iterate over them; the rest of the cache is for other data.
 L2_BYTES = 16 << 20
-# If rows keep at least this share of the blocks and a head has about sixteen programs, these read the same operands at about the
+# If rows keep at least this share of the blocks and a head has about sixteen programs, they read the same operands at about the
 # same time. Then more bytes of operands may be in use.
 MOSTLY_KEPT = 0.25
 BYTES_IN_STEP, HEADS_IN_STEP = 4 * L2_BYTES, 8
 
 
 def concurrent_heads(row_bytes: int, rows: int, mask, batch_heads: int, group: int = 1, by_key: bool = False) -> int:
-    """Returns how many batch-heads follow each other together in a queue: as many as have operands that fit the L2 cache together,
-    or fewer, to half as many, if the last group is then fuller.
+    """Returns the number of batch-heads in a group of the queue: as many as have operands that fit the L2 cache together, or down
+    to half of that if the last group is then fuller.
 
     row_bytes: of a row, the mean of both operands of the loop. rows: of an operand. group: query heads of a key head.
-    At least two key heads come together under documents, and in the backward pass (by_key) if the operands of one just fit.
-    If rows keep much of what they could, as causal rows do, two to eight batch-heads come together: fewer have too few long rows to
-    keep all programs busy while the last rows are computed (up to 24 %: docs/performance/kernels.md). Scattered blocks keep to the
-    cache, because heads would evict each other's operands.
+    Under documents, and in the backward pass (by_key) if the operands of one key head just fit, a group has at least two key heads.
+    If rows keep a large share of blocks, as causal rows do, it has two to eight batch-heads, so that all programs stay busy in the
+    tail (up to 24 %: docs/performance/kernels.md). With scattered blocks it is limited to the cache, because heads would evict each
+    other's operands.
     """
     of_head = 2 * rows * row_bytes
     fitting, units = L2_BYTES // of_head, batch_heads // group
@@ -40,9 +40,9 @@ def concurrent_heads(row_bytes: int, rows: int, mask, batch_heads: int, group: i
 
 
 def concurrent_grid_heads(bytes_of_head: int, rows: int, mask, batch_heads: int, by_key: bool = False) -> int:
-    """How many batch-heads take turns in a grid. If rows keep much of what they could: the divisor of ``batch_heads`` nearest to
-    eight whose operands, ``bytes_of_head`` each, are not too many. Otherwise one, or more if the second axis of the grid must be
-    shorter. rows: tokens that a program may iterate over."""
+    """Returns how many batch-heads run concurrently in a grid. If rows keep a large share of blocks: the divisor of ``batch_heads``
+    nearest to eight whose operands, ``bytes_of_head`` each, fit the limit. Otherwise one, or more if the second axis of the grid
+    would be too long. rows: tokens that a program may iterate over."""
     least = _least_divisor(batch_heads)
     if not _mostly_kept(mask, rows, by_key):
         return least
@@ -53,7 +53,7 @@ def concurrent_grid_heads(bytes_of_head: int, rows: int, mask, batch_heads: int,
 
 @cache
 def _least_divisor(batch_heads: int) -> int:
-    """The smallest divisor that leaves as many programs on the second axis of a grid as fit."""
+    """The smallest divisor that keeps the second axis of a grid within its limit."""
     return next(batch_heads // number for number in range(min(batch_heads, SECOND_AXIS), 0, -1) if batch_heads % number == 0)
 
 

@@ -1,9 +1,9 @@
-"""Replays launches on other tensors. A short call takes longer on the host than on the GPU, mostly to compute the same arguments as
-in the call before.
+"""Replays launches on other tensors. A short call takes the host longer than the GPU, mostly to compute the same arguments as in
+the call before.
 
-A replay passes the previous launch's parameters to the CUDA driver with only addresses updated. The driver's interface is public
-and stable. A kernel's parameters are parsed from the PTX that Triton compiled and must match its signature; otherwise every launch
-uses Triton's own launcher, and ``refusal`` gives the reason in one sentence.
+A replay updates only the addresses in an earlier launch's parameters, and passes them to the CUDA driver, whose interface is public
+and stable. A kernel's parameters are parsed from the PTX that Triton compiled, and must match its signature. Otherwise every launch
+uses Triton's launcher, and ``refusal`` gives the reason.
 """
 
 import ctypes
@@ -25,9 +25,9 @@ from .memory import keep
 
 
 def keep_for_replay(launches: dict, key: Any, inputs: tuple, recording, has_mask: bool) -> None:
-    """Keeps the launches of a ``Recording`` when the call is made the second time, as many masks are used only once, and if they
-    can be replayed. has_mask: whether the next call has the same mask. Otherwise every tensor must be an input or the recording's:
-    what a launcher made by itself would not be made again."""
+    """Stores the launches of a ``Recording`` if they can be replayed. Does so at the second call, as many masks are used only once.
+    has_mask: whether the next call has the same mask. Otherwise every tensor must be an input or the recording's, as a replay does
+    not make others again."""
     if key not in launches:
         keep(launches, key, None)
         return
@@ -93,8 +93,7 @@ def _flat_types(of_arguments) -> Iterator[str]:
 
 
 def _parts(kind: str) -> list[str]:
-    """The parameters that one argument becomes: a descriptor, on chips that address tiles in hardware, becomes a map, shape and
-    strides."""
+    """The parameters of one argument. On chips that address tiles in hardware, a descriptor becomes a map, shape and strides."""
     if not kind.startswith("tensordesc"):
         return [kind]
     rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
@@ -125,8 +124,8 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class _Launch(NamedTuple):
-    """One launch with all its parameters, 8 bytes each in ``storage``; for a tensor map, the driver gets a pointer to the map.
-    compiled: unloads its code when unreferenced."""
+    """One launch with its parameters, 8 bytes each in ``storage``; for a tensor map, the driver gets a pointer to the map.
+    compiled: the reference keeps its code loaded."""
 
     compiled: CompiledKernel
     config: _LaunchConfig
@@ -136,7 +135,7 @@ class _Launch(NamedTuple):
     parameters: ctypes.Array
 
     def point(self, index: int, tensor_map: Callable[[int], int] | None, address: int) -> None:
-        """Moves a parameter to an address."""
+        """Sets the address of a parameter."""
         if tensor_map is None:
             self.storage[index] = address
         else:
@@ -144,8 +143,8 @@ class _Launch(NamedTuple):
 
 
 class ReplayedCall:
-    """The launches of one call, replayed on other tensors by ``again``. Threads may share it. It stores addresses, never tensors: a
-    remembered launch outlives the call that it was made for. launches, made, makers: see ``Recording``.
+    """The launches of one call, which ``again`` replays on other tensors. Threads may share it. It stores addresses instead of
+    tensors, as it outlives the recorded call. launches, made, makers: see ``Recording``.
     """
 
     def __init__(self, launches: list, inputs: tuple, made: list, makers: list):
@@ -153,11 +152,11 @@ class ReplayedCall:
         tensors = *inputs, *made
         self.device = tensors[0].device.index
         self.pointers = [t.data_ptr() for t in tensors]
-        # Parameters are found by tensor. If one tensor came twice, such as q as keys too, its parameters cannot be distinguished.
+        # Parameters are found by tensor. If one tensor came twice, such as q also as k, its parameters cannot be told apart.
         first = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
         self.same = [(first[id(t)], i) for i, t in enumerate(tensors) if first[id(t)] != i]
-        # For each tensor (launch, parameter, its tensor map or None, byte offset from the tensor). Other tensors, such as a mask's
-        # tables, never move.
+        # For each tensor: (launch, parameter, its tensor map or None, byte offset from the tensor). Other tensors, such as a mask's
+        # tables, have fixed addresses.
         self.positions: list[list] = [[] for _ in tensors]
         self.has_fixed = False
         self.launches = [self._prepared(*launch, tensors, len(inputs)) for launch in launches]
@@ -188,8 +187,8 @@ class ReplayedCall:
         return launch
 
     def again(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Returns False, without launching, if these tensors need another kernel, if two of them were one tensor in the recorded
-        call, if another GPU is current, or if a profiler needs to see the launches."""
+        """Launches and returns True. Returns False, without launching, if these tensors need another kernel, if two of them were
+        one tensor only in the recorded call, if another GPU is current, or if a profiler needs to see the launches."""
         if _hooked() or current_gpu() != self.device:
             return False
         if not hasattr(_this_thread, "entered"):
@@ -220,7 +219,7 @@ class ReplayedCall:
 
 
 def _find_tensors(base: torch.Tensor, tensors: tuple, inputs: int) -> Iterator[tuple[int, int]]:
-    """The tensors that this one is, or that it is a part of if they are behind the inputs, and the byte offset from their start."""
+    """Yields the tensors that are ``base``, or after the inputs that contain it, with the byte offset from their start."""
     for number, tensor in enumerate(tensors):
         if tensor is base:
             yield number, 0
@@ -231,7 +230,7 @@ def _find_tensors(base: torch.Tensor, tensors: tuple, inputs: int) -> Iterator[t
 
 
 def _values(kinds, arguments, metas) -> Iterator:
-    """The value of each parameter, except scratch memory; for a tensor map the tensor and the map."""
+    """Yields the value of each parameter except scratch memory; for a tensor map the tensor and the map."""
     for kind, argument in zip(kinds, arguments, strict=True):
         if isinstance(kind, tuple):
             yield from _values(kind, argument, metas)
@@ -247,7 +246,7 @@ _HOST_TYPES = {8: 10, 9: 8, 10: 9}
 
 
 def _tensor_map(descriptor, meta: dict) -> Callable[[int], int]:
-    """A function from a tensor's address to that of its tensor map. (The driver's cuTensorMapEncodeTiled.)"""
+    """Returns a function from a tensor's address to the address of its tensor map. (The driver's cuTensorMapEncodeTiled.)"""
     rank, size = len(descriptor.shape), meta["elem_size"]
     lengths, steps = descriptor.shape[::-1], [size * stride for stride in descriptor.strides[-2::-1]]
     shape = (ctypes.c_uint64 * rank)(*lengths)
@@ -291,8 +290,8 @@ def _driver_version() -> int:
 
 
 def ensure_context(device: int | None) -> None:
-    """Gives a thread that has not used the GPU yet, such as autograd's, PyTorch's context: Triton encodes tensor maps before it
-    sets one. device: its index; None for a CPU, which has no context."""
+    """Sets PyTorch's context in a thread that has not used the GPU yet, such as autograd's: Triton encodes tensor maps before it
+    sets a context. device: the GPU's index; None for a CPU, which has no context."""
     if device is None or hasattr(_this_thread, "entered") or not _driver():
         return
     context = ctypes.c_void_p()

@@ -1,2 +1,1 @@
-"""Kernels for every GPU that Triton supports: forward, backward, decoding, and their tile sizes. Each kernel's launcher is next to
-it."""
+"""Kernels for every GPU that Triton supports: forward, backward, decoding, with their launchers and tile sizes."""

@@ -11,11 +11,10 @@ products of a step; the second pass computes them transposed:
     (4) dK += dS^T Q
     (5) dQ += dS K
 
-Both passes may share one launch. The second pass then cannot wait for the delta of the first, and computes delta in each step.
+Both passes may share one launch. The second pass then cannot wait for the first pass's delta, and computes delta in each step.
 
 Sources: arXiv:2307.08691, Alg. 2; two passes as in the Triton tutorial's fused attention; one launch: Y. Zhao, From online safe
-softmax to FlashAttention-2 (2023), Alg. 7. There a program has a row and a column of the same number; here each has its own
-program.
+softmax to FlashAttention-2 (2023), Alg. 7. There a program has a row and the column of the same number; here each has a program.
 """
 
 from functools import partial
@@ -65,10 +64,10 @@ from .scores import add_bias_gradient, compute_scores, store_bias_gradient, time
 
 
 class _Tensors(NamedTuple):
-    """Tensors of all heads, as the kernels take them; None where a pass does not use one. delta: None if both passes compute it.
+    """Tensors of all heads, arguments of the kernels; None if a pass does not use one. delta: None if both passes compute it.
 
-    Records come before what may be None, here and in ``_KeyOperands``: Triton 3.6 forgets constants of a record behind one, such as
-    a length of 1.
+    Records come before fields that may be None, here and in ``_KeyOperands``: after None, Triton 3.6 loses a record's constants,
+    such as a length of 1.
     """
 
     q: Any
@@ -124,7 +123,7 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
             else:
                 weights = tl.where(kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
         if scoring.SCORED:
-            # Not after the next product: the scores would then stay in registers during it.
+            # Before the next product, so that the scores do not stay in registers during it.
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             if variant.rel_bias_gradient is None:
                 weights = times_derivative_of_cap(weights, scores, scoring)
@@ -136,7 +135,7 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
         if KIND == CUT:
             dscores = tl.where(exists[None, :], dscores, 0.0)
         if variant.rel_bias_gradient is not None:
-            # A nonexistent query may hold anything, and so may its row.
+            # A nonexistent query may be NaN, and so may its row.
             dbiased = tl.where((operands.lse < float("inf"))[:, None], dscores, 0.0)
             beyond = add_bias_gradient(beyond, dbiased, place, sizes, scoring)
             dscores = times_derivative_of_cap(dscores, scores, scoring)
@@ -165,7 +164,7 @@ def _compute_grad_q(slot, batch_head, tensors, dq_tensor, scale, rows, table, si
     dout = load_tile(tensors.dout, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
     query = tile.first + tl.arange(0, TILE_M)
     first_row = tile.batch_head.to(tl.int64) * sizes.q_len
-    # +inf past the last query: whatever its scores, it adds nothing to the gradient of rel_bias.
+    # +inf past the last query, so that it adds 0 to the gradient of rel_bias.
     lse = tl.load(tensors.lse + first_row + query, mask=query < sizes.q_len, other=float("inf")) * LOG2_E
     dlse = None if tensors.dlse is None else tensors.dlse + first_row
     delta = _delta(tensors.out, dlse, dout, tile, query, tile.first, sizes)
@@ -175,11 +174,11 @@ def _compute_grad_q(slot, batch_head, tensors, dq_tensor, scale, rows, table, si
         exists = is_valid(valid, query)
         delta = tl.where(exists, delta, 0.0)
     if Q_CUT or has_padding(variant.kv_starts, variant.kv_lens) or scoring.SCORED:
-        lse = tl.where(lse == -float("inf"), float("inf"), lse)  # zero weights, not NaN, for a query that keeps nothing
+        lse = tl.where(lse == -float("inf"), float("inf"), lse)  # weights of 0, not NaN, for queries that keep nothing
     if tensors.delta is not None:
         tl.store(tensors.delta + first_row + query, delta, mask=query < sizes.q_len)
     dq = tl.zeros([TILE_M, sizes.DIM], tl.float32)
-    operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(variant, tile, sizes))
+    operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(variant, tile))
     beyond = ()
     if variant.rel_bias_gradient is not None:
         beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
@@ -198,7 +197,7 @@ def grad_q_kernel(
     scale, score_scale, variant,
     SHAPE: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and delta = rowsum(dOut * Out) - dLse for the next pass: one program per query tile and head. The rest as for
+    """dQ, and delta = rowsum(dOut * Out) - dLse for the next pass: one program per query tile and head. Other arguments: see
     ``attention_forward_kernel``."""
     slot, batch_head = slot_and_batch_head(count_tiles(q_blocks, q_len, SHAPE.TILE_M, SHAPE.BLOCK, SHAPE.SPARSE))
     _compute_grad_q(
@@ -213,8 +212,8 @@ def grad_q_kernel(
 
 
 class _KeyOperands(NamedTuple):
-    """A key tile, and the tensors of queries; lse, delta and dlse start at the head's first query. out_tensor, dlse: only used
-    without delta. stream: of dropout."""
+    """A key tile, and the tensors of queries; lse, delta and dlse start at the head's first query. out_tensor, dlse: used only
+    without delta. stream: dropout's random stream."""
 
     k: Any
     v: Any
@@ -229,7 +228,7 @@ class _KeyOperands(NamedTuple):
 
 @triton.jit
 def _load_per_query(base, query, q_len, KIND: tl.constexpr):
-    """Values of a step's queries, which all exist in full entries."""
+    """Loads a number for each of a step's queries, all of which exist in full entries."""
     return tl.load(base + query) if KIND == FULL else tl.load(base + query, mask=query < q_len, other=0.0)
 
 
@@ -251,7 +250,7 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
         place = locate_step(tile, position, sizes)
         query = position + tl.arange(0, TILE_M)
         if operands.delta is None:
-            # Before the products: next to their results, a tile of out would not fit in registers.
+            # Before the products: together with their results, a tile of out would not fit in registers.
             dout = load_tile(operands.dout_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM_V)
             delta = _delta(operands.out_tensor, operands.dlse, dout, tile, query, position, sizes)
         q = load_tile(operands.q_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM)
@@ -261,7 +260,7 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
             q = tl.where(exists[:, None], q, 0.0)
         scores = tl.dot(k, q.T, input_precision="ieee")  # (1)
         if scoring.SCORED and (scoring.SCORE is not None or variant.rel_bias is not None):
-            # Either may drop all of a query's pairs: their weights are then 0, not NaN.
+            # Either may drop all of a query's pairs, whose weights must then be 0, not NaN.
             lse = tl.where(lse == -float("inf"), float("inf"), lse)
         log2_sum = lse * LOG2_E
         if variant.seed is not None:  # weights are divided by the share that dropout keeps
@@ -284,18 +283,18 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
         if KIND == CUT:
             dout = tl.where(exists[:, None], dout, 0.0)
         if variant.seed is not None:
-            # The sign marks dropped pairs, so no mask has to stay in registers next to the sums.
+            # The sign marks dropped pairs, so no mask stays in registers next to the sums.
             survives = kept_by_dropout(variant, operands.stream, place, sizes)
             weights = tl.where(survives, weights, -weights)
             dv = tl.dot(tl.maximum(weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")  # (3)
         else:
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")  # (3)
         if scoring.SCORED and variant.seed is None:
-            # Not after the next product: the scores would then stay in registers during it.
+            # Before the next product, so that the scores do not stay in registers during it.
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             weights = times_derivative_of_cap(weights, scores, scoring)
         dweights = tl.dot(v, dout.T, input_precision="ieee")  # (2)
-        # Loaded only here: one delta per column costs sixteen registers per thread, and the products above need them all.
+        # Loaded late: one delta per column takes sixteen registers per thread, which the products above need.
         if operands.delta is not None:
             delta = _load_per_query(operands.delta, query, sizes.q_len, KIND)
         elif KIND == CUT:
@@ -316,7 +315,7 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
 
 @triton.jit
 def _compute_grad_kv(slot, batch_head, tensors, dk_tensor, dv_tensor, scale, rows, table, sizes, scoring):
-    """dK and dV of a key tile. batch_head: key head, numbered across the batch."""
+    """dK and dV of a key tile. batch_head: batch * kv_heads + key head."""
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
     kv_heads = sizes.heads // sizes.group
@@ -335,7 +334,7 @@ def _compute_grad_kv(slot, batch_head, tensors, dk_tensor, dv_tensor, scale, row
     for member in range(sizes.group):
         head = kv_head * sizes.group + member
         tile = Tile(batch, head, kv_head, batch * sizes.heads + head, first)
-        stream = dropout_stream(variant, tile, sizes)
+        stream = dropout_stream(variant, tile)
         first_row = tile.batch_head.to(tl.int64) * sizes.q_len
         if table.SPARSE:
             bounds = row_bounds(rows, load_mask_number(rows, batch, head), first // table.BLOCK)
@@ -381,9 +380,8 @@ def grad_qkv_kernel(
     scale, score_scale, variant,
     SHAPE: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,
 ):  # fmt: skip
-    """``grad_kv_kernel`` and ``grad_q_kernel`` in one grid. Each key head has the programs of its key tiles, which have more to do,
-    then the programs of the query tiles of all query heads that share the key head. columns, rows: the tables by key and by
-    query."""
+    """``grad_kv_kernel`` and ``grad_q_kernel`` in one grid. Each key head has the programs of its key tiles, which take longer,
+    then the programs of the query tiles of all query heads that share it. columns, rows: the tables by key and by query."""
     dlse = dlse_ptr if SHAPE.HAS_DLSE else None
     tensors = _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, None, dlse)
     key_tiles = count_tiles(kv_blocks, kv_len, SHAPE.TILE_N, SHAPE.BLOCK, SHAPE.SPARSE)
@@ -411,11 +409,11 @@ def grad_qkv_kernel(
 
 
 def attention_backward(call, dout, dlse, out, lse):
-    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if that is learned. call: an ``AttentionCall``. dlse may be
+    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if it is learned. call: an ``AttentionCall``. dlse may be
     None."""
     dlse, learned = None if dlse is None else dlse.contiguous(), call.rest is not None and call.rest.learned
     inputs = dout, out, lse, *(() if dlse is None else (dlse,)), *call.inputs()
-    # Hooks of saved tensors may have changed how they lie in memory.
+    # Hooks of saved tensors may have changed their layouts.
     key = grad_q_kernel.fn, dlse is None, *layouts(inputs)
     run = partial(_run, call, dout, dlse, out, lse)
     gradients = launch_or_repeat(None if learned else call.launches, key, call.table, inputs, run)

@@ -1,6 +1,6 @@
-"""Tile sizes of the portable kernels: those measured on Hopper, and a rule for other chips, from what a chip reports.
+"""Tile sizes of the portable kernels: measured on Hopper, and a rule for other chips, from what a chip reports.
 
-docs/chips.csv lists what the kernels compile to for each chip: shared memory, registers and spills.
+docs/chips.csv has the shared memory, registers and spills of the kernels, compiled for each chip.
 """
 
 from dataclasses import replace
@@ -15,30 +15,30 @@ from ..launch.memory import cached_until_cleared
 
 # By kernel, bytes of an element, and whether a program has _LARGE_KIB of shared memory: tile_m, tile_n, num_warps and num_stages
 # for each of _DIMS. A kernel without an entry for True takes the one for False. Entries for True were measured on an H200 at
-# head_dim 64 and 128: docs/performance/kernels.md, "Portable tile sizes". All others were chosen by registers, spills and shared
-# memory when compiled.
-_DIMS = (32, 64, 128, 256)  # padded; the least that holds a call's
+# head_dim 64 and 128: docs/performance/kernels.md, "Portable tile sizes". All others were compiled, and chosen by registers, spills
+# and shared memory.
+_DIMS = (32, 64, 128, 256)  # padded; a call takes the smallest that fits
 _TILES = {
     # Two programs of four warps share a multiprocessor, and one computes while the other starts or ends.
     ("forward", 2, True): ((128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
     ("grad_q", 2, True): ((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 2)),
     ("grad_kv", 2, True): ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 2)),
-    # For products that read their operands from registers (mma.sync), as on all GPUs with less shared memory.
+    # For products that read operands from registers (mma.sync), as on all GPUs with less shared memory.
     ("forward", 2, False): ((128, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 3)),
     ("grad_q", 2, False): ((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2)),
     ("grad_kv", 2, False): ((64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 4, 2)),
     # For few queries: two programs per multiprocessor.
     ("decode", 2, False): ((64, 64, 8, 3), (64, 64, 8, 3), (32, 64, 8, 3), (16, 32, 4, 3)),
-    # fp32 products run on the ordinary units, in full precision: small tiles, to fit in registers. With four warps dK and dV would
-    # spill 880 to 1,800 bytes a thread.
+    # fp32 products do not use tensor cores: small tiles, to fit in registers. With four warps dK and dV would spill 880 to 1,800
+    # bytes a thread.
     ("forward", 4, False): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 2)),
     ("grad_q", 4, False): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 2)),
     ("grad_kv", 4, False): ((64, 32, 4, 2), (32, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 2)),
     ("decode", 4, False): ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 2)),
 }
 _LARGE_KIB, _KIB_OF_THREE_STAGES = 227, 160
-_LEAST_KIB = 99  # what the smallest of these tiles take
-# For e4m3 caches on Hopper without a table, and up to 16 rows of queries: steps of twice the keys, so half as many. With a table or
+_LEAST_KIB = 99  # for the smallest of these tiles
+# For e4m3 caches on Hopper without a table, and up to 16 rows of queries: half as many steps, of twice the keys. With a table or
 # scales of tokens it takes more registers than two programs have (docs/internals/decoding.md has the figures).
 STEPS_OF_128 = Config(16, 128, 8, 3)
 KERNELS = ("forward", "grad_q", "grad_kv")
@@ -53,8 +53,8 @@ class Gpu(NamedTuple):
 
     @property
     def has_large_memory(self) -> bool:
-        """Whether programs have the shared memory of 9.0, 10.x and 11.0, whose products read operands from it. All others take
-        operands from registers alone (mma.sync)."""
+        """Whether programs have the shared memory of 9.0, 10.x and 11.0, whose products read operands from it. Other chips read
+        operands only from registers (mma.sync)."""
         return self.shared >= _LARGE_KIB * 1024
 
     def config(self, kernel: str, dtype: torch.dtype, dim: int) -> Config:
@@ -69,7 +69,7 @@ HOPPER = Gpu((9, 0), 232448)
 
 @cache
 def detect_gpu(device: torch.device) -> Gpu:
-    """A GPU as its driver reports it; HOPPER for the interpreter, on a CPU."""
+    """Returns a GPU as its driver reports it; HOPPER for the interpreter, on a CPU."""
     if device.type != "cuda":
         return HOPPER
     from triton.runtime import driver
@@ -92,13 +92,6 @@ def refusal(device: torch.device, e4m3: bool = False) -> str | None:
     return None
 
 
-def provenance(chip: Gpu) -> str:
-    """In words: where a chip's tile sizes come from."""
-    if chip == HOPPER:
-        return "measured on an H200, torch 2.11, triton 3.6, 2026-11-20"
-    return f"by a rule, for {chip.shared // 1024} KiB of shared memory; not measured on such a chip (SPARSE_FLASH_AUTOTUNE=1 does)"
-
-
 @cached_until_cleared
 def builtin_config(
     chip: Gpu, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
@@ -111,7 +104,7 @@ def builtin_config(
     tile_m, tile_n = min(config.tile_m, block_size), min(config.tile_n, block_size)
     if (tile_m, tile_n) == (config.tile_m, config.tile_n):
         return config
-    # A backward pass holds a program's own rows of wide heads in registers: with 32 it spills up to 6,400 bytes a thread.
+    # A backward pass holds its tile's rows in registers. With 32 rows of wide heads it spills up to 6,400 bytes a thread.
     if kernel == "grad_q" and dim > 128:
         tile_m = min(16, tile_m)
     if kernel == "grad_kv" and dim > 64:
@@ -123,8 +116,8 @@ def builtin_config(
 def _useful_warps(kernel: str, tile_m: int, tile_n: int, dim: int) -> int:
     """How many warps a tile takes: more would idle or repeat products, and fewer would spill. dim: padded.
 
-    Measured for blocks of 16 and 32: docs/performance/kernels.md. The forward pass is fastest with two warps at head_dim 256 too,
-    where they spill 400 bytes a thread.
+    Measured for blocks of 16 and 32: docs/performance/kernels.md. The forward pass is fastest with two warps also at head_dim 256,
+    although they spill 400 bytes a thread.
     """
     columns = 64 if kernel == "forward" else max(64, dim)
     return max(1, min(8, tile_m * tile_n * columns // 2**15))
@@ -134,9 +127,9 @@ def adapt_to_variant(config: Config, kernel: str, chip: Gpu, given: KernelVarian
     """The config for a variant of a kernel. kernel: one of KERNELS. dim: padded.
 
     dQ: a bias with a user's function takes 262 KB for 128 queries at head_dim 128, more than any chip has. Half the queries take
-    164 to 172 KB, and with the same warps spill half as much as with four. Lengths: where products hold their operands in
-    registers, four warps spill 200 to 1,600 bytes a thread at head_dim 128, and eight at most 100. So do dK and dV on Hopper in
-    blocks of 32 at head_dim 256: 2,200 and 16.
+    164 to 172 KB, and with the same warps spill half as much as with four. Lengths: if products read operands from registers, four
+    warps spill 200 to 1,600 bytes a thread at head_dim 128, and eight at most 100. dK and dV on Hopper in blocks of 32 at head_dim
+    256 spill 2,200 and 16.
     """
     biased = given.rel_bias is not None and switches["SCORE"] is not None
     if kernel == "grad_q" and biased and dim >= 128 and config.tile_m * config.tile_n > 64 * 64:
@@ -159,31 +152,31 @@ def decode_config(
     e4m3: bool = False,
     alike: bool = False,
 ) -> Config:
-    """For few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's block. e4m3:
-    whether the cache is; alike: whether the keys of a step of 128 then share a scale."""
+    """The config for few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's
+    block. e4m3: of the cache. alike: whether the keys of a step of 128 then share a scale."""
     dim = padded_head_dim(max(head_dim, v_head_dim or 0))
     config = chip.config("decode", dtype, dim)
-    # From 64 rows on, products read shared memory on Hopper. Triton 3.6's assembler spoils the second of two with the same weights
-    # there: on an H200 odd columns of out were wrong, and right without its optimization.
+    # From 64 rows on, products read shared memory on Hopper. Triton 3.6's assembler gets the second of two products with the same
+    # weights wrong: on an H200 odd columns of out were wrong, and right without its optimization.
     tile_m = min(config.tile_m, 32 if e4m3 else config.tile_m, max(16, 1 << (rows - 1).bit_length()))
     of_hopper = chip.capability == HOPPER.capability and dtype != torch.float32
     if alike and of_hopper and (dim, tile_m) == (128, 16) and block_size is None:
         return STEPS_OF_128
     warps = 4 if tile_m == 16 else config.num_warps
     if e4m3 and 16 < tile_m >= padded_head_dim(v_head_dim or head_dim) // 2:
-        warps = tile_m // 16  # Triton divides such products by rows, and each further warp would repeat the work of another
+        warps = tile_m // 16  # Triton divides such products by rows; more warps would repeat work
     return replace(config, tile_m=tile_m, tile_n=min(config.tile_n, block_size or config.tile_n), num_warps=warps)
 
 
 def combined_at_a_time(rows: int, dim: int) -> int:
-    """How many splits of this many rows a program holds at once: their loads overlap, and must fit in registers along with their
-    sum. At most 32, as their code is unrolled: at head_dim 16, the code of 32 compiles in 4 s, the code of 128 in 65 s."""
+    """How many splits of this many rows a program holds at once. Their loads overlap, and must fit in registers together with their
+    sum. At most 32, as their code is unrolled: at head_dim 16, 32 compile in 4 s, 128 in 65 s."""
     return max(1, min(32, 4096 // (rows * dim)))
 
 
-# Tokens of queries and keys of all heads, for each multiprocessor, up to which both backward passes share a launch. That saves a
-# launch's own time and fills multiprocessors that either pass leaves idle; it costs another load of out for each step of a key
-# tile. Measured: docs/performance/kernels.md, "Both backward passes in one launch".
+# Tokens of queries and keys of all heads, for each multiprocessor, up to which both backward passes share a launch. One launch less
+# saves time, and each pass fills multiprocessors that the other leaves idle; each step of a key tile must also load out. Measured:
+# docs/performance/kernels.md, "Both backward passes in one launch".
 ONE_LAUNCH_TOKENS = 128
 
 

@@ -1,9 +1,9 @@
-"""The portable kernel for few queries: divides the blocks that their rows keep among programs, and combines the results.
+"""The portable kernel for few queries: divides the blocks that their rows keep among programs, and merges the results.
 
-The ordinary kernels run one program per query tile, so one query against a long cache would occupy one multiprocessor. Here each
-program takes a split of the row's entries. It stacks the queries of all heads that share a key head as the rows of one tile, so
-it reads keys once for all of these heads. It stores results in float32. The last program of a tile to arrive combines the splits
-in a fixed order: one launch, and bitwise repeatable.
+The ordinary kernels run one program per query tile, so one query over a long cache would occupy one multiprocessor. Here each
+program takes a split of the row's entries. The queries of all heads that share a key head are the rows of one tile, so keys are
+read once for all of these heads. Programs store results in float32. The last program of a tile to arrive merges the splits in a
+fixed order: one launch, and bitwise repeatable.
 
 Sources: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
 """
@@ -46,19 +46,19 @@ from .softmax import finish, init_softmax, merge, update
 class DecodeShape:
     """The constants of a kernel of few queries."""
 
-    HEAD_DIM: int  # of q and k; past it, nothing is loaded
+    HEAD_DIM: int  # of q and k; later columns are not loaded
     DIM: int  # padded, as tiles have powers of two
     HEAD_DIM_V: int  # of v and out
     DIM_V: int
     TILE_M: int  # rows of stacked queries
     TILE_N: int  # keys of a step
     ROWS: int  # that a split stores: TILE_M, or fewer if there are fewer queries
-    COMBINED: int  # splits that are merged at a time, each in registers of its own
+    COMBINED: int  # splits that are merged at a time, in separate registers
     SPLIT: bool  # whether programs share a tile's keys
     PAGE: int  # tokens, a power of two, so that no token's page takes a division; 0 without pages
-    VECTOR: int  # elements in the unit of strides; if that is 16 bytes, loads have 16 bytes
+    VECTOR: int  # elements in the unit of strides; loads have 16 bytes if the unit has
     SCALED: bool  # whether keys and values are e4m3 with scales
-    BY_TOKEN: bool  # whether each token has a scale; otherwise a page has one, or all tokens of a head
+    BY_TOKEN: bool  # whether each token has a scale; otherwise each head has one, by page or batch entry
     HAS_LENS: bool
     BLOCK: int  # keys of a table's block or of a pick
     # For calls under a table or without one:
@@ -71,7 +71,6 @@ class DecodeShape:
     # For calls over picks:
     SLOTS: int = 0  # picks of a query
     PADDED: int = 0  # SLOTS as a power of two
-    EVERY: int = 0  # queries that share picks: no division if it is 1
 
     @property
     def ONE_FACTOR(self) -> bool:
@@ -80,7 +79,8 @@ class DecodeShape:
 
     @property
     def HEADROOM(self) -> float:
-        """The exponent of the largest weight: float16, in which products take e4m3 values, then loses no small weight."""
+        """The exponent of the largest weight, so that small weights are not lost in float16, which products with e4m3 values
+        use."""
         return 15.0 if self.SCALED else 0.0
 
 
@@ -117,8 +117,8 @@ class Sequence(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries of ``members`` heads from ``head`` on, stacked row by row; a tile begins at first_row. Strides of q are in units of
-    VECTOR elements. score_scale: scale * log2(e). SHAPE: ``DecodeShape``."""
+    """Queries of ``members`` heads from ``head`` on, as rows; a tile begins at first_row. Strides of q are in units of VECTOR
+    elements. score_scale: scale * log2(e). SHAPE: ``DecodeShape``."""
 
     q: Any
     out: Any
@@ -171,7 +171,7 @@ class Splits(NamedTuple):
 
 @triton.jit
 def locate_sequence(cache, batch, kv_head, first, tokens):
-    """``Sequence`` of ``tokens`` tokens from ``first`` on, which is 0 unless HAS_STARTS. Pages do not come with starts."""
+    """``Sequence`` of ``tokens`` tokens from ``first`` on, which is 0 unless HAS_STARTS, and with pages."""
     SHAPE: tl.constexpr = cache.SHAPE
     k, v, of_head = cache.k, cache.v, kv_head * cache.scale_head_stride
     if SHAPE.HAS_STARTS:
@@ -190,7 +190,7 @@ def locate_sequence(cache, batch, kv_head, first, tokens):
 
 @triton.jit
 def _load_pages(sequence, position, SHAPE: tl.constexpr):
-    """The pages that hold a step's tokens: one, or (TILE_N,) if a step spans several; not used without pages."""
+    """The pages of a step's tokens: one, or (TILE_N,) if a step spans several; unused without pages."""
     if SHAPE.PAGE == 0:
         page = position
     elif SHAPE.PAGE < SHAPE.TILE_N:
@@ -203,11 +203,11 @@ def _load_pages(sequence, position, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_tokens(base, page, token, exists, page_stride, token_stride, SHAPE: tl.constexpr, VALUES: tl.constexpr):
-    """(TILE_N, DIM) keys of a step, or (TILE_N, DIM_V) of its VALUES, 0 where no token exists. Memory past the last token may hold
-    anything, even NaN, which a weight of 0 would not cancel.
+    """(TILE_N, DIM) keys of a step, or with VALUES its values, (TILE_N, DIM_V), 0 where no token exists. Memory past the last token
+    may be NaN, which a weight of 0 would not cancel.
 
-    SCALED values: (TILE_N, DIM_V / 2) int16, each two neighbours: products take pairs of tokens, and the GPU transposes 16 bits at
-    a time in shared memory, not 8."""
+    SCALED values: (TILE_N, DIM_V / 2) int16, two neighbouring columns each: products take pairs of tokens, and in shared memory the
+    GPU transposes 16 bits at a time."""
     IN_ONE: tl.constexpr = 2 if VALUES and SHAPE.SCALED else 1
     HEAD_DIM: tl.constexpr = (SHAPE.HEAD_DIM_V if VALUES else SHAPE.HEAD_DIM) // IN_ONE
     DIM: tl.constexpr = (SHAPE.DIM_V if VALUES else SHAPE.DIM) // IN_ONE
@@ -224,7 +224,7 @@ def _load_tokens(base, page, token, exists, page_stride, token_stride, SHAPE: tl
 
 @triton.jit
 def _load_factors(sequence, cache, page, first):
-    """The factors of a step's keys and of its values, (TILE_N,), or one of all, 0 where no token exists; not used unless SCALED."""
+    """The factors of a step's keys and of its values, (TILE_N,) or one number, 0 where no token exists; unused unless SCALED."""
     SHAPE: tl.constexpr = cache.SHAPE
     if SHAPE.SCALED:
         offset = page.to(tl.int64) * cache.scale_page_stride if SHAPE.PAGE > 0 else 0
@@ -264,11 +264,11 @@ def _unstack_rows(queries, ROWS: tl.constexpr):
 
 @triton.jit
 def load_queries(queries, first_position):
-    """``_Tile``. first_position: of a head's first query. SCALED: q in float16, each row divided by a power of two, by which its
-    score_scale, (TILE_M,), is multiplied.
+    """``_Tile``. first_position: of a head's first query. SCALED: q in float16, each row divided by a power of two, which
+    multiplies its score_scale, (TILE_M,).
 
-    float16 holds e4m3 exactly, and the GPU converts e4m3 to nothing else. The largest of a row is 1 to 2, so of a bfloat16 at most
-    2^-25 is lost.
+    float16 holds e4m3 exactly, and the GPU converts e4m3 only to float16. A row's largest number becomes 1 to 2, so a bfloat16
+    loses at most 2^-25 of it.
     """
     SHAPE: tl.constexpr = queries.SHAPE
     member, query, exists = _unstack_rows(queries, SHAPE.TILE_M)
@@ -289,7 +289,7 @@ if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
 
     @triton.jit
     def _unpack_e4m3(pairs):
-        """Even and odd columns in float16 of int16 pairs of e4m3 numbers. A register holds two tokens, before and after."""
+        """Even and odd columns, in float16, of int16 pairs of e4m3 numbers. A register holds two tokens, before and after."""
         return tl.inline_asm_elementwise(
             "{ .reg .b32 both; .reg .b16 even, odd; prmt.b32 both, $2, 0, 0x3120; mov.b32 {even, odd}, both;"
             " cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }",
@@ -308,8 +308,8 @@ else:  # which runs no assembly
 def _add_step(state, tile, keys, values, kept, factors, SHAPE: tl.constexpr):
     """Folds a step's keys and values into the softmax state. Products are numbered as in ``forward``.
 
-    SCALED: factors multiply scores, weights and products in float32. So that float16 loses no small weight, a step's factors
-    multiply weights relative to the largest factor.
+    SCALED: factors multiply scores, weights and products in float32. A step's factors multiply weights relative to the largest
+    factor, so that small weights are not lost in float16.
     """
     accumulators, running_max, running_sum = state
     scores = tl.dot(tile.q, keys.to(tile.q.dtype).T, input_precision="ieee")  # (1)
@@ -336,7 +336,7 @@ def _add_step(state, tile, keys, values, kept, factors, SHAPE: tl.constexpr):
 
 @triton.jit
 def add_steps(state, tile, sequence, cache, steps, table):
-    """Folds steps into the softmax state. One loop has the entries of all kinds: separate loops would each wait for their first
+    """Folds steps into the softmax state, in one loop over entries of all kinds: separate loops would each wait for their first
     keys."""
     SHAPE: tl.constexpr = cache.SHAPE
     TILE_N: tl.constexpr = SHAPE.TILE_N
@@ -361,7 +361,7 @@ def add_steps(state, tile, sequence, cache, steps, table):
             q_in_block = tl.where(within, in_block, 0)[:, None]
             pairs = BlockPositions(q_in_block, ((step % STEPS) * TILE_N + tl.arange(0, TILE_N))[None, :])
             kept = kept & (q_in_block >= 0)
-            # In branches, which the compiler does not look into: otherwise it would prefetch masks instead of keys.
+            # In branches, from which the compiler does not prefetch: otherwise it would prefetch masks instead of keys.
             entry = step // STEPS
             if entry >= steps.bounds[BITS]:
                 kept = kept & kept_pairs(table, entry, pairs, BITS)
@@ -377,7 +377,7 @@ def add_steps(state, tile, sequence, cache, steps, table):
 
 @triton.jit
 def split_steps(steps, splits):
-    """The first and the end of this program's split of so many steps: an equal share."""
+    """The first step and the end of this program's split, an equal share of the steps."""
     return (steps * splits.number) // splits.count, (steps * (splits.number + 1)) // splits.count
 
 
@@ -409,14 +409,14 @@ def _store(state, queries, ROWS: tl.constexpr):
 @triton.jit
 def _store_split(state, splits, SHAPE: tl.constexpr):
     """Stores this program's results among the splits of its tile. Returns pointers to the (results, logs) of all splits, and
-    whether this program is the last one to arrive, which merges them."""
+    whether this program arrives last, and so merges them."""
     first_row = splits.tile.to(tl.int64) * splits.count * SHAPE.ROWS
     logs = splits.results + splits.tiles.to(tl.int64) * splits.count * SHAPE.ROWS * SHAPE.DIM_V + first_row
     results = splits.results + first_row * SHAPE.DIM_V
     values, log = finish(state)
     row = tl.arange(0, SHAPE.TILE_M)
     place = splits.number * SHAPE.ROWS + row
-    # A split that keeps nothing stores 0, so loading it need not wait for its log.
+    # A split that keeps nothing stores 0, so its results can be loaded before its log.
     pointers = results + place[:, None] * SHAPE.DIM_V + tl.arange(0, SHAPE.DIM_V)[None, :]
     tl.store(pointers, values, mask=(row < SHAPE.ROWS)[:, None])
     tl.store(logs + place, log, mask=row < SHAPE.ROWS)
@@ -430,7 +430,7 @@ def _store_split(state, splits, SHAPE: tl.constexpr):
 
 @triton.jit
 def _merge_splits(results, logs, count, SHAPE: tl.constexpr):
-    """The softmax state of a tile, merged from its splits in order. COMBINED of them are in flight at a time; each thread holds the
+    """The softmax state of a tile, merged from its splits in order. COMBINED splits are in flight at a time. A thread holds the
     same elements of every split, so no data moves between threads."""
     state = init_softmax(SHAPE.ROWS, SHAPE.DIM_V)
     row = tl.arange(0, SHAPE.ROWS)
@@ -440,7 +440,7 @@ def _merge_splits(results, logs, count, SHAPE: tl.constexpr):
         for number in tl.static_range(SHAPE.COMBINED):
             split = first + number
             exists = row < (count - split) * SHAPE.ROWS
-            # Other multiprocessors wrote them: bypass this one's L1 cache.
+            # Other multiprocessors wrote them, so loads bypass the L1 cache.
             some_logs += (tl.load(logs + split * SHAPE.ROWS + row, mask=exists, other=-float("inf"), cache_modifier=".cg"),)
             here = results + split * SHAPE.ROWS * SHAPE.DIM_V + place
             some_results += (tl.load(here, mask=exists[:, None], other=0.0, cache_modifier=".cg"),)
@@ -450,7 +450,7 @@ def _merge_splits(results, logs, count, SHAPE: tl.constexpr):
 
 @triton.jit
 def store_tile_or_split(state, queries, splits):
-    """Stores out and lse of a tile, or the program's split of them; a tile's last program merges its splits."""
+    """Stores out and lse of a tile, or of the program's split; a tile's last program merges its splits."""
     SHAPE: tl.constexpr = queries.SHAPE
     accumulators, running_max, running_sum = state
     if SHAPE.SCALED:
@@ -468,7 +468,7 @@ def store_tile_or_split(state, queries, splits):
 
 @triton.jit
 def _compute_tile(queries, cache, splits, kv_head, first, length, rows, table):
-    """out and lse of this program's query tile, or its split of them. first, length: of the sequence's tokens."""
+    """Computes out and lse of this program's query tile or split. first, length: of the sequence's tokens."""
     SHAPE: tl.constexpr = cache.SHAPE
     first_query = length - queries.q_len if SHAPE.AT_END else 0
     sequence = locate_sequence(cache, queries.batch, kv_head, first, length)
@@ -489,7 +489,7 @@ def _compute_tile(queries, cache, splits, kv_head, first, length, rows, table):
     store_tile_or_split(state, queries, splits)
 
 
-# The strides of tensors, as every kernel of few queries takes them.
+# The arguments of strides, in every kernel of few queries.
 STRIDES = [f"{name}_stride" for name in ("q_batch", "q_head", "q_token", "k_page", "k_head", "k_token", "v_page", "v_head")]
 STRIDES += [f"{name}_stride" for name in ("v_token", "out_batch", "out_head", "out_token", "scale_page", "scale_head", "table")]
 NOT_SPECIALIZED = [*STRIDES, "mask_batch_stride", "mask_head_stride"]
@@ -513,7 +513,7 @@ def decode_kernel(
     group: query heads that share a key head. members: how many of them are stacked, all or one. Strides: see ``Cache`` and
     ``Queries``. split_results, arrived: see ``Splits``. kv_lens, kv_starts, sinks: used if SHAPE, a ``DecodeShape``, says so.
     """
-    # Here, not where they are used, which takes up to six registers more.
+    # Loaded here rather than where they are used, which takes up to six registers more.
     tile, number = tl.program_id(0), tl.program_id(1)
     tiles, count = tl.num_programs(0), tl.num_programs(1)
     units = heads // members
@@ -542,13 +542,13 @@ def attention_decode(
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
     q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, tokens, head_dim); with block_table, (batch, pages of a sequence)
-    int32, they are (pages, kv_heads, page_size, head_dim), page_size a power of two; v may have its own head_dim. All have a
-    contiguous last dimension. k_scale, v_scale: if k and v are e4m3, their scales, float32 of k's shape without head_dim, both of
-    the same strides; of tokens 1, or 0 if a page or batch entry has one scale for a head.
-    kv_lens: (batch,) int32, or None: all tokens. kv_starts: (batch,) int32, or None: each sequence's first token; positions count
-    from there. sinks: (heads,) or None. at_end: the queries are the last of each sequence, and mask is None or square and covers
-    its tokens; causal: then none of them sees a later key. Otherwise the mask's rows are the queries, and there are neither lengths
-    nor pages. splits: programs that share a tile's keys; by default enough to fill the GPU.
+    int32, they are (pages, kv_heads, page_size, head_dim), page_size a power of two; v may have another head_dim. All have a
+    contiguous last dimension. k_scale, v_scale: scales of e4m3 k and v, float32 of k's shape without head_dim, with equal strides:
+    over tokens 1, or 0 if all tokens of a head and page or batch entry share a scale.
+    kv_lens: (batch,) int32, or None: all tokens. kv_starts: (batch,) int32, or None: each sequence's first token, from which
+    positions count. sinks: (heads,) or None. at_end: the queries are the last of each sequence, and mask is None or square and
+    covers its tokens; causal: without a mask, no query then sees a later key. Without at_end, the mask's rows are the queries,
+    without lengths and pages. splits: programs that share a tile's keys; by default enough to fill the GPU.
     """
     optional = kv_lens, kv_starts, block_table, k_scale, v_scale, sinks
     inputs = [t for t in (q, k, v, *optional) if t is not None]
@@ -570,7 +570,7 @@ def attention_decode(
 
 
 class DecodePlan(NamedTuple):
-    """Everything in a launch that follows from shapes. split_numbers: how many numbers the splits of all tiles store; 0 without
+    """Everything in a launch that depends only on shapes. split_numbers: how many numbers the splits of all tiles store; 0 without
     splits. numbers: the kernel's integers."""
 
     grid: tuple[int, int]
@@ -580,7 +580,7 @@ class DecodePlan(NamedTuple):
     options: dict
 
     def arguments(self, recording, q, k, v, *optional: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, list]:
-        """(out, lse, the kernel's arguments before its table). Without splits and optional tensors, there are placeholders."""
+        """(out, lse, the kernel's arguments before its table). Placeholders replace absent splits and optional tensors."""
         out = recording.fresh(empty_out(q, v.shape[3]))
         lse = recording.fresh(torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
         workspace = lse, lse
@@ -591,7 +591,7 @@ class DecodePlan(NamedTuple):
 
 
 class CallShapes(NamedTuple):
-    """The layouts of a call's tensors, on which a plan depends. scale_strides: of page or batch entry, head and token; None without
+    """The layouts of a call's tensors, which determine a plan. scale_strides: of page or batch entry, head and token; None without
     scales. pages: the shape of the block table, or None."""
 
     device: torch.device
@@ -627,11 +627,11 @@ class CallShapes(NamedTuple):
         return self.k[2] if self.pages is None else self.k[2] * self.pages[1]
 
     def plan(self, config: Config, rows: int, tiles: int, splits: int, numbers: tuple[int, ...], **constants: int) -> DecodePlan:
-        """rows: of the heads that are stacked. numbers, constants: that only one kernel takes."""
+        """rows: of the heads in a tile. numbers, constants: of only one kernel."""
         dims = self.q[3], padded_head_dim(self.q[3]), self.v_head_dim, padded_head_dim(self.v_head_dim)
         stored = min(config.tile_m, 1 << (rows - 1).bit_length())
         strides = [stride for of in (self.q_strides, self.k_strides, self.v_strides) for stride in of[:3]]
-        # A vector has 16 bytes if all strides are multiples of it. Strides of e4m3 are even.
+        # A vector has 16 bytes if all strides are multiples of 16 bytes. Strides of e4m3 are even.
         vector = 16 if self.scaled else 16 // self.dtype.itemsize
         vector = vector if gcd(vector, *strides) == vector else 1 + self.scaled
         of_tile = config.tile_m, config.tile_n, stored, combined_at_a_time(stored, dims[3]), splits > 1
@@ -671,8 +671,8 @@ def _plan(
 
 
 def _choose_splits(tiles: int, tokens: int, table, tile_n: int, device: torch.device) -> int:
-    """How many programs share a tile's keys: two per multiprocessor, but none without a step. The host knows only the number of all
-    entries; a row near the end of a triangle has twice the blocks of the mean row."""
+    """How many programs share a tile's keys: two per multiprocessor in total, each with at least one step. The host knows only the
+    number of all entries; a row near the end of a triangle has twice the mean row's blocks."""
     if table is None:
         steps = -(-tokens // tile_n)
     else:

@@ -1,4 +1,4 @@
-"""Dropout's mask of a tile, regenerated wherever it is needed: see ``variant.definition.kept_by_dropout``."""
+"""Dropout's mask of a tile, computed again where it is needed: see ``core.definition.kept_by_dropout``."""
 
 import triton
 import triton.language as tl
@@ -7,13 +7,11 @@ from ..common.philox import draw_words, stream_of_batch_head
 
 
 @triton.jit
-def dropout_stream(variant, tile, sizes):
-    """(three scalars that distinguish the draws of batch-heads, the tile's first token in the sequence); () without dropout."""
+def dropout_stream(variant, tile):
+    """Three scalars that make a batch-head's draws distinct; () without dropout."""
     stream = ()
     if variant.seed is not None:
-        batch_head = tile.batch_head if variant.batch_heads is None else tl.load(variant.batch_heads + tile.batch_head)
-        own = _load_position(variant.kv_positions if sizes.BY_KEY else variant.q_positions, tile.first)
-        stream = stream_of_batch_head(variant.seed, batch_head), own
+        stream = stream_of_batch_head(variant.seed, tile.batch_head)
     return stream
 
 
@@ -21,22 +19,11 @@ def dropout_stream(variant, tile, sizes):
 def kept_by_dropout(variant, stream, place, sizes):
     """The pairs of a step that dropout keeps, in the shape of its scores. stream: from ``dropout_stream``. The step's first query
     and key are multiples of the tile's sides, which are powers of two, at least 16."""
-    of_batch_head, own = stream
     threshold = tl.full([1, 1], variant.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
     query, token = tl.arange(0, sizes.TILE_M).to(tl.uint32), tl.arange(0, sizes.TILE_N).to(tl.uint32)
     if sizes.BY_KEY:
         query, token = query[None, :], token[:, None]
-        first_query, first_key = _load_position(variant.q_positions, place.first_query), own
     else:
         query, token = query[:, None], token[None, :]
-        first_query, first_key = own, _load_position(variant.kv_positions, place.first_key)
-    word = draw_words(of_batch_head, query, token, first_query, first_key)
+    word = draw_words(stream, query, token, place.first_query, place.first_key)
     return tl.where(query // 8 % 2 == 0, word << 16, word) >= threshold
-
-
-@triton.jit
-def _load_position(positions, first):
-    """The position of a tile's first token in the whole sequence. The others follow it, as tiles divide the blocks of a table."""
-    if positions is not None:
-        first = tl.load(positions + first // 16)
-    return first

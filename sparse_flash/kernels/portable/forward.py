@@ -93,10 +93,10 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
         accumulator = accumulator * rescale[:, None]
         if variant.seed is not None:
             survives = kept_by_dropout(variant, operands.stream, place, sizes)
-            # A zero unknown to the compiler, which would otherwise select after rounding, between unpacked register halves.
+            # A zero that the compiler does not know; otherwise it would select after rounding, between unpacked register halves.
             weights = tl.where(survives, weights, tl.minimum(variant.dropout_p, 0.0))
         v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
-        if KIND == CUT:  # a weight of 0 times anything is not always 0
+        if KIND == CUT:  # a weight of 0 times NaN is NaN
             v = tl.where(exists[:, None], v, 0.0)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")  # (2)
         position = upcoming
@@ -113,7 +113,7 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
     state = init_softmax(TILE_M, sizes.DIM_V)
     valid, valid_keys = load_axis_ranges(tile.first, tile.batch, sizes, variant)
-    operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile, sizes))
+    operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile))
     state = add_row(_add_keys, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
     if variant.sinks is not None:
         state = add_sink(state, tl.load(variant.sinks + tile.head))
@@ -151,7 +151,7 @@ def attention_forward_kernel(
 
 def attention_forward(call, of_copies: tuple = ()):
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32. call: an ``AttentionCall``.
-    of_copies: ``layouts`` of q, k and v that are not a call's own."""
+    of_copies: ``layouts`` of q, k and v if they are copies."""
     key = attention_forward_kernel.fn, of_copies
     return tuple(launch_or_repeat(call.launches, key, call.table, call.inputs(), partial(_run, call))[:2])
 

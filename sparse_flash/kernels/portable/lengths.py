@@ -1,4 +1,4 @@
-"""Token existence: which entries of a table row contain existing tokens, and which contain nonexistent ones."""
+"""Lengths: which entries of a table row contain existing tokens, and which contain nonexistent ones."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ class ValidRange(NamedTuple):
 
 @triton.constexpr_function
 def has_padding(starts, lens):
-    """Whether an axis may hold nonexistent tokens; known at compile time."""
+    """Whether an axis may have nonexistent tokens; known at compile time."""
     return starts is not None or lens is not None
 
 
@@ -39,8 +39,7 @@ def is_valid(valid, token):
 
 @triton.jit
 def _entries_below(index, begin, end, block):
-    """How many of entries begin .. end - 1 lie in blocks before ``block``. Counts rather than searches, as each search step would
-    wait for memory."""
+    """Counts the entries begin .. end - 1 in blocks before ``block``. A search would wait for memory in each step."""
     count = begin * 0
     for start in tl.range(begin, end, _CHUNK):
         entry = start + tl.arange(0, _CHUNK)
@@ -52,10 +51,10 @@ def _entries_below(index, begin, end, block):
 @triton.jit
 def find_valid_entries(table, begin, end, valid, length, TILE: tl.constexpr):
     """(low, whole_begin, whole_end, high). Entries begin .. end - 1 are ascending. Entries low .. high - 1 have valid tokens. In
-    entries whole_begin .. whole_end - 1, all tokens within the axis's length are valid. At most one entry is cut at either side.
+    entries whole_begin .. whole_end - 1, all tokens within the axis's length are valid. At most one entry is cut on each side.
 
-    valid, length: of the axis that a program iterates over. TILE: of a dense loop, whose entries are all tiles of the axis,
-    whatever begin and end are.
+    valid, length: of the axis that a program iterates over. TILE: of a dense loop, whose entries are all tiles of the axis; begin
+    and end are unused.
     """
     first, last = valid.first, valid.last
     BLOCK: tl.constexpr = table.BLOCK if table.SPARSE else TILE
@@ -81,7 +80,7 @@ def find_valid_entries(table, begin, end, valid, length, TILE: tl.constexpr):
 
 @triton.jit
 def find_valid_by_kind(table, bounds, valid, length, TILE: tl.constexpr):
-    """The result of ``find_valid_entries`` for each kind of a row's entries; a dense loop has one kind, repeated three times.
+    """``find_valid_entries`` for each kind of a row's entries; a dense loop has one kind, repeated three times.
     bounds: where each kind begins, and where the last ends."""
     full = find_valid_entries(table, bounds[0], bounds[1], valid, length, TILE)
     runs, bits = full, full
@@ -93,7 +92,7 @@ def find_valid_by_kind(table, bounds, valid, length, TILE: tl.constexpr):
 
 @triton.jit
 def find_cut_entry(entries, number, KINDS: tl.constexpr):
-    """(begin, end) of the cut entries at one side of one kind: none, or one. number: 2 * kind + side."""
+    """(begin, end) of the at most one cut entry on one side of one kind. number: 2 * kind + side."""
     begin, end = entries[0][0], entries[0][1]
     for other in tl.static_range(1, 2 * KINDS):
         begin = tl.where(number == other, entries[other // 2][other % 2 * 2], begin)

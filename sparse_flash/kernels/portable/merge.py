@@ -1,5 +1,5 @@
-"""Block rows of tensors, in one pass each: results of the same queries over different keys merged in place, gradients added in
-place, rows taken."""
+"""Operations on block rows of tensors, in one pass each: merging results of the same queries over different keys, adding gradients,
+copying rows."""
 
 from itertools import chain
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..launch.launch import integers_key, launch
 
-_BYTES = 8192  # of a tile: each of 128 threads has four loads of 16 bytes under way for each tensor it reads
+_BYTES = 8192  # of a tile: each of 128 threads has four loads of 16 bytes in flight for each tensor that it reads
 _MOST_TOKENS = 1024
 
 
@@ -23,7 +23,7 @@ def _tile_tokens(batch_heads, heads, TILE: tl.constexpr):
 
 @triton.jit
 def _pointers(tensor, strides, batch, head, token):
-    """Pointers to tokens of a head. strides: of the tensor's axes, in its own order."""
+    """Pointers to tokens of a head. strides: of the tensor's axes, in order."""
     return tensor + batch * strides[0] + head * strides[1] + token * strides[2]
 
 
@@ -32,10 +32,11 @@ def merge_kernel(
     out, part_out, lse, part_lse, tokens, batch_heads, heads, dim, out_strides, part_out_strides, lse_strides, part_lse_strides,
     TILE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Unlike ``softmax.merge``: of results that are divided by their sums already, with natural logs, in float64 too."""
+    """Merges part_out and part_lse into out and lse. Unlike ``softmax.merge``, for results divided by their sums, with natural
+    logs, also in float64."""
     batch, head, token = _tile_tokens(batch_heads, heads, TILE)
     theirs = tl.load(_pointers(part_lse, part_lse_strides, batch, head, token), mask=token < tokens, other=-float("inf"))
-    # Queries that keep nothing in the part stay as they are, and none of their elements is read.
+    # Queries that keep nothing in the part stay as they are, and their elements are not read.
     merges = theirs > -float("inf")
     merges |= theirs != theirs  # NaN stays visible
     lse_place = _pointers(lse, lse_strides, batch, head, token)
@@ -43,7 +44,7 @@ def merge_kernel(
     largest = tl.maximum(mine, theirs)
     weight, their_weight = tl.exp(mine - largest), tl.exp(theirs - largest)
     total = weight + their_weight
-    # Several warps read the same lse, for different columns of a row: all must have read it before one writes it.
+    # Several warps read the same lse, for different columns of a row; all must have read it before one writes it.
     tl.debug_barrier()
     tl.store(lse_place, largest + tl.log(total), mask=merges)
     column = tl.arange(0, DIM).to(tl.int64)[None, :]
@@ -61,7 +62,7 @@ def move_kernel(
     whole, part, rows, first, addends, tokens, batch_heads, heads, dim, whole_strides, part_strides,
     LISTED: tl.constexpr, TAKES: tl.constexpr, SEVERAL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Adds part to the listed rows of whole, or copies these to part (TAKES)."""
+    """Adds part to the listed rows of whole, or with TAKES copies these rows to part."""
     batch, head, listed = _tile_tokens(batch_heads, heads, TILE)
     exists, of_whole = listed < tokens, listed
     if LISTED:
@@ -88,7 +89,7 @@ def move_kernel(
 def merge_results(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merges results of the same queries over other keys into out and lse, in place. A query whose part_lse is -inf keeps its bits.
 
-    out, part_out: (batch, heads, tokens, head_dim). lse, part_lse: (batch, heads, tokens), float64 beside float64, else float32.
+    out, part_out: (batch, heads, tokens, head_dim). lse, part_lse: (batch, heads, tokens), float64 for float64, else float32.
     """
     _launch(merge_kernel, [out, part_out, lse, part_lse], out.shape[2], _MOST_TOKENS, [])
 
@@ -102,9 +103,9 @@ def add_rows(
 ) -> None:
     """Adds part to some block rows of whole, in place, and rounds once.
 
-    whole: (batch, heads, tokens, head_dim). rows: (blocks,) int64, without repetition, in blocks of block_size tokens. part: as
-    whole, of the tokens of ``rows``. addends: (first, blocks), int64, if several of part's blocks are added to a row, one after the
-    other. Row i gets part's blocks with the numbers blocks[first[i]] to blocks[first[i + 1] - 1].
+    whole: (batch, heads, tokens, head_dim). rows: (blocks,) int64, distinct, in blocks of block_size tokens. part: like whole, with
+    the tokens of ``rows``. addends: (first, blocks), int64, if several of part's blocks are added to a row, in order: row i gets
+    part's blocks with the numbers blocks[first[i]] to blocks[first[i + 1] - 1].
     """
     _add_or_copy(whole, part, rows, block_size, len(rows) * block_size, addends)
 
@@ -124,7 +125,7 @@ def _add_or_copy(whole, part, rows, block_size: int, tokens: int, addends, takes
 
 
 def _launch(kernel, tensors: list[torch.Tensor], tokens: int, most: int, more: list[torch.Tensor], **switches: int) -> None:
-    """most: tokens of a tile. more: what the kernel takes after the tensors. switches: compile-time ones, in its order."""
+    """most: tokens of a tile, at most. more: the kernel's arguments after the tensors. switches: compile-time ones, in order."""
     if not tokens:
         return
     batch, heads, _, dim = tensors[1].shape

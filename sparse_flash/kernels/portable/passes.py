@@ -1,4 +1,4 @@
-"""The launches of the kernels that iterate over a table's entries, or over all tiles: the forward and both backward passes."""
+"""Launches of the forward and both backward kernels, which iterate over a table's entries, or over all tiles."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from ..launch.order import concurrent_grid_heads
 from .configs import adapt_to_variant, builtin_config, detect_gpu
 from .row_loop import LoopShape
 
-# By kernel: tensors of which it reads or writes tiles, and tensors of numbers for each query.
+# By kernel: tensors that it reads or writes in tiles, and tensors with a number for each query.
 _ARGUMENTS = {
     "forward": ("q k v out", "lse"),
     "grad_q": ("q k v out dout dq", "lse dlse delta"),
@@ -24,8 +24,7 @@ _ARGUMENTS = {
 
 
 class Passes(NamedTuple):
-    """The launches of a call. tensors: by name; dlse is lse if there is none. dim, dim_v: the padded head_dims of q and k, and of
-    v."""
+    """The launches of a call. tensors: by name; dlse is lse if unused. dim, dim_v: the padded head_dims of q and k, and of v."""
 
     recording: Recording
     tensors: dict[str, torch.Tensor]
@@ -36,7 +35,7 @@ class Passes(NamedTuple):
     has_dlse: bool = False
 
     def run(self, name: str, kernel, of_variant: tuple) -> None:
-        """Launches a kernel of ``_ARGUMENTS`` with the GPU's config, or a smaller one if that does not fit. of_variant: see
+        """Launches a kernel of ``_ARGUMENTS`` with the GPU's config, or a smaller one that fits. of_variant: see
         ``kernel_variant``."""
         q, k, v = (self.tensors[name] for name in "qkv")
         given, switches, kinds = of_variant

@@ -1,7 +1,7 @@
 """A program's tile, and the loop over the entries of its row: shared by the forward pass and both backward passes.
 
 A query tile iterates over keys; a key tile (BY_KEY) iterates over queries, through the transposed table. Records with integers are
-created inside a kernel: Triton specializes a tuple argument's integers (1, and multiples of 16) in spite of ``do_not_specialize``.
+created inside a kernel: Triton specializes integers in a tuple argument (1, and multiples of 16) despite ``do_not_specialize``.
 """
 
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from .lengths import ValidRange, find_cut_entry, find_valid_by_kind, has_padding
 
 @dataclass(frozen=True)
 class LoopShape:
-    """The constants of a kernel, except a user's functions: Triton's cache knows a function's code only if it is an argument."""
+    """The constants of a kernel, except a user's functions: Triton's cache covers a function's code only if it is an argument."""
 
     DIM: int  # padded head_dim of q and k, as tiles have powers of two
     DIM_V: int  # of v and out
     TILE_M: int  # queries of a step
     TILE_N: int  # keys of a step
-    BLOCK: int  # of the table, so that a step's place in its block takes no division; without a table, the tokens of a step
-    SPARSE: bool  # whether there is a table; a dense loop reads none
-    SCORED: bool  # whether scores are more than scaled products, which take no further instruction
+    BLOCK: int  # of the table, so that a step's position in its block takes no division; without a table, the tokens of a step
+    SPARSE: bool  # whether there is a table
+    SCORED: bool  # whether scores are more than scaled products
     REACH: int  # the largest distance of a relative bias
     HAS_DLSE: bool  # whether lse has a gradient
 
 
 class Sizes(NamedTuple):
     """heads: of queries. group: query heads that share a key head. DIM: padded head_dim of q and k, DIM_V: of v and out. A step's
-    scores are TILE_M queries by TILE_N keys, or with BY_KEY keys by queries."""
+    scores are TILE_M queries by TILE_N keys, with BY_KEY keys by queries."""
 
     heads: Any
     group: Any
@@ -85,8 +85,8 @@ class FirstPair(NamedTuple):
 
 @triton.jit
 def slot_and_batch_head(tiles):
-    """(the number of a program's tile among a batch-head's ``tiles``, its batch-head). Along the grid's first axis, a few
-    batch-heads take turns."""
+    """(the number of a program's tile among a batch-head's ``tiles``, its batch-head). Along the grid's first axis, the tiles of a
+    few batch-heads alternate."""
     together = tl.num_programs(0) // tiles
     return tl.program_id(0) // together, tl.program_id(1) * together + tl.program_id(0) % together
 
@@ -115,7 +115,7 @@ def query_tile(slot, batch_head, rows, table, sizes):
 
 @triton.jit
 def load_axis_ranges(first, batch, sizes, variant):
-    """``ValidRange`` of the axis of the tile that begins at ``first``, and of the other axis: empty if the tile has no valid
+    """``ValidRange`` of the axis of the tile that begins at ``first``, and of the other axis, empty if the tile has no valid
     token."""
     queries = load_valid_range(variant.q_starts, variant.q_lens, batch, sizes.q_len)
     keys = load_valid_range(variant.kv_starts, variant.kv_lens, batch, sizes.kv_len)
@@ -128,7 +128,7 @@ def load_axis_ranges(first, batch, sizes, variant):
 
 @triton.jit
 def add_row(ADD: tl.constexpr, state, operands, tile, bounds, valid, table, sizes, scoring):
-    """``state`` after ADD has added all entries of a row to it, one kind after another.
+    """``state`` after ADD has added all entries of a row, one kind after another.
 
     ADD: (state, operands, tile, entries, table, sizes, scoring, KIND) -> state. bounds: of the row's kinds. valid: tokens of the
     axis that the program iterates over.

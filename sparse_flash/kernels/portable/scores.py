@@ -1,5 +1,5 @@
-"""From products to scores in base 2, and back: what a variant does to them, in the forward pass and both backward passes. Without a
-variant, kernels disable all of this at compile time."""
+"""From products to scores in base 2, and back, under a variant, in the forward and both backward passes. Without a variant, this is
+disabled at compile time."""
 
 import triton
 import triton.language as tl
@@ -23,11 +23,11 @@ def _first_distance(place, sizes):
 
 @triton.jit
 def _tanh(products, scoring):
-    """tanh of products * scale / softcap, to a few roundings of itself: a large cap multiplies small values."""
+    """tanh of products * scale / softcap, with a relative error of a few roundings, as a large cap multiplies small values."""
     power = products * (scoring.scale * (2.0 / scoring.variant.softcap))  # e^2x is 2^power, x being tanh's argument
     large = 1.0 - 2.0 / (1.0 + tl.math.exp2(power))  # may overflow, as 1 - 2 / inf is 1; cancels near 0
     square = power * power
-    # tanh(x) / power below 1, by least relative error, 3e-8.
+    # tanh(x) / power for power below 1, fitted for the least relative error, 3e-8.
     small = (6.6487053e-4 - 2.945801e-5 * square) * (square * square) + (0.34657358 - 1.3875669e-2 * square)
     return tl.where(square < 1.0, power * small, large)
 
@@ -55,15 +55,15 @@ def _add_bias(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.conste
     if variant.rel_bias is not None:
         biases = variant.rel_bias + place.tile.head * (2 * REACH + 1) + REACH
         if KIND == CUT or UNIT == 1.0:
-            # Triton 3.6 cannot compile the other branches if other loads, of a cut entry or of the user's function, determine the
-            # layout of the scores.
+            # Triton 3.6 cannot compile the other branches if loads of a cut entry or of the user's function determine the layout of
+            # the scores.
             apart = arange_2d(first_distance, TILE_N, BY_KEY) - arange_2d(0, TILE_M, not BY_KEY)
             scores += tl.load(biases + tl.minimum(tl.maximum(apart, -REACH), REACH)) * UNIT
         elif _beyond_reach(first_distance, sizes, REACH):
             scores += tl.load(biases + tl.where(first_distance > 0, REACH, -REACH)) * UNIT
         else:
             # Loads each of the tile's TILE_M + TILE_N - 1 distances once and spreads them. Loads per pair would also determine the
-            # layout of the scores, which would then pass through shared memory in every step.
+            # layout of the scores, which would then go through shared memory in every step.
             STRIP: tl.constexpr = 2 * max(TILE_M, TILE_N)
             number = first_distance - (TILE_M - 1) + tl.arange(0, STRIP)
             strip = tl.load(biases + tl.minimum(tl.maximum(number, -REACH), REACH)) * UNIT
@@ -90,8 +90,8 @@ def _cap_and_bias(products, place, sizes, scoring, NATURAL: tl.constexpr, KIND: 
 
 @triton.jit
 def _call_function(FUNCTION: tl.constexpr, scores, place, sizes, variant):
-    """Evaluates the user's score function, or its derivative, on a step. Past the last token it gets the last token's position, as
-    it may read a table there."""
+    """Evaluates the user's score function, or its derivative, on a step. Positions past the last token are clamped, so that it
+    reads tables within bounds."""
     first_q, first_k = _positions(place, sizes)
     q_pos = tl.minimum(arange_2d(first_q, sizes.TILE_M, not sizes.BY_KEY), sizes.kv_len - 1)
     k_pos = tl.minimum(arange_2d(first_k, sizes.TILE_N, sizes.BY_KEY), sizes.kv_len - 1)
@@ -134,8 +134,8 @@ def _bias_bins(head, scoring):
 
 @triton.jit
 def add_bias_gradient(beyond, dbiased, place, sizes, scoring):
-    """Adds a step's gradient, (TILE_M, TILE_N), to that of rel_bias. beyond: (below, above), per-query sums past the largest
-    distance on either side; returned updated."""
+    """Adds a step's gradient, (TILE_M, TILE_N), to the gradient of rel_bias. beyond: (below, above), per-query sums past the
+    largest distance on either side; returned updated."""
     below, above = beyond
     REACH: tl.constexpr = scoring.REACH
     TILE_M: tl.constexpr = sizes.TILE_M
@@ -146,7 +146,7 @@ def add_bias_gradient(beyond, dbiased, place, sizes, scoring):
         below += tl.where(first_distance > 0, 0.0, of_queries)
         above += tl.where(first_distance > 0, of_queries, 0.0)
     else:
-        # Rotates each row by its index, so diagonals become columns: TILE_N sums each time they wrap around.
+        # Rotates each row by its index, so diagonals become columns, with TILE_N sums for each wrap.
         bins = _bias_bins(place.tile.head, scoring)
         number = tl.arange(0, TILE_M)[:, None] + tl.arange(0, TILE_N)[None, :]
         turned = tl.gather(dbiased, number % TILE_N, 1)

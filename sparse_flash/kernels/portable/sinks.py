@@ -1,4 +1,4 @@
-"""Sink logits, which join the softmax of each query (arXiv:2309.17453): in the state of a forward pass, and their gradient."""
+"""Sink logits, which are added to each query's softmax (arXiv:2309.17453): in the state of a forward pass, and their gradient."""
 
 from functools import partial
 
@@ -18,7 +18,8 @@ ROWS = 64  # queries that a program reads at a time
 
 @triton.jit
 def add_sink(state, sink):
-    """The softmax state after one more score, natural, whose value is 0. sink: of each row, or of all; -inf for none."""
+    """The softmax state after one more natural score, sink, whose value is 0. sink: of each row, or of all rows; -inf adds
+    nothing."""
     return merge(state, None, (sink.to(tl.float32) * LOG2_E,), 1)
 
 
@@ -37,7 +38,7 @@ def sum_shares_kernel(
     row = batch_head.to(tl.int64) * q_len + query
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + row, mask=query < q_len, other=0.0)
-    # lse -inf: neither a key nor a sink, or no query.
+    # lse is -inf without keys and sink, and for nonexistent queries.
     lse = tl.load(lse_ptr + row, mask=query < q_len, other=-float("inf"))
     weight = tl.exp(tl.load(sinks + head).to(tl.float32) - tl.where(lse == -float("inf"), 0.0, lse))
     tl.store(sums + batch_head.to(tl.int64) * chunks + chunk, -tl.sum(tl.where(lse == -float("inf"), 0.0, weight * delta), 0))

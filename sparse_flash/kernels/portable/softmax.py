@@ -12,14 +12,14 @@ from ..common.tiles import FLOOR
 
 @triton.jit
 def init_softmax(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The state of ROWS rows that have kept nothing yet."""
+    """The initial state of ROWS rows."""
     return tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
 
 
 @triton.jit
 def update(running_max, running_sum, scores, factor, HEADROOM: tl.constexpr = 0.0):
     """(weights, rescale of the accumulator, running_max, running_sum) after ``scores``, (rows, keys). factor: positive, makes
-    scores base 2. HEADROOM: the largest weight is 2 to its power, so that a narrow type loses no small weight."""
+    scores base 2. HEADROOM: the largest weight is 2^HEADROOM, so that small weights are not lost in 16 bits."""
     new_max = tl.maximum(running_max, tl.max(scores, 1) * factor - HEADROOM)
     weights = tl.math.exp2(scores * factor - new_max[:, None])
     rescale = tl.math.exp2(running_max - new_max)
@@ -28,8 +28,8 @@ def update(running_max, running_sum, scores, factor, HEADROOM: tl.constexpr = 0.
 
 @triton.jit
 def merge(state, values, logs, COUNT: tl.constexpr):
-    """The state after COUNT partial results. values: tuple of (rows, DIM), or None where all are 0. logs: tuple of (rows,), in base
-    2, -inf for none."""
+    """The state after COUNT partial results. values: tuple of (rows, DIM), or None if all are 0. logs: tuple of (rows,), in base 2,
+    -inf for empty results."""
     accumulator, running_max, running_sum = state
     new_max = running_max
     for number in tl.static_range(COUNT):
@@ -47,7 +47,7 @@ def merge(state, values, logs, COUNT: tl.constexpr):
 
 @triton.jit
 def log_of_sum(running_max, running_sum, exists=None):
-    """(the sum to divide by, its log in base 2: -inf if a row kept nothing, or does not exist)."""
+    """(the sum to divide by, its log in base 2: -inf if a row keeps nothing or does not exist)."""
     keeps_nothing = running_sum == 0.0
     if exists is not None:
         keeps_nothing |= ~exists
@@ -57,7 +57,7 @@ def log_of_sum(running_max, running_sum, exists=None):
 
 @triton.jit
 def finish(state):
-    """(out, ``log_of_sum``) of rows. out is 0 where a row kept nothing."""
+    """(out, ``log_of_sum``) of rows. out is 0 for rows that keep nothing."""
     accumulator, running_max, running_sum = state
     total, log = log_of_sum(running_max, running_sum)
     return accumulator / total[:, None], log

@@ -1,1 +1,1 @@
-"""Kernels that build the tables of packed documents on the device, and one that moves rows of tensors. Knows tables as arrays."""
+"""Kernels that build the tables of packed documents on the device. Knows tables as arrays."""

@@ -4,7 +4,7 @@
     2. picked_grads      a piece of a key block's list: sums of dK and dV, and a part of dQ for each query, pick and head
     3. always_grads      the same of what is always kept and not picked, without dQ
     4. sum_key_grads     adds up the sums of a key block's pieces, in order: dK or dV
-    5. sum_query_grads   adds up a query's parts in the order of its picks, and visits the picks that have none: dQ
+    5. sum_query_grads   adds up a query's parts in the order of its picks, and visits what is always kept: dQ
 
 There are no atomics: gradients repeat bit for bit. ``picked_grads`` also serves the gradient of the picked blocks' masses.
 
@@ -28,24 +28,21 @@ from .tiles import (
     PickedCall,
     RowsOfTile,
     SelectionOperands,
-    VisitedBlocks,
     always_arguments,
     block_of,
-    causal_mask,
-    choices_of_rows,
     constants_of,
     find_unpicked_pairs,
     index_of_rows,
     is_picked,
     load_rows,
     locate_piece,
+    picks_of_rows,
     queries_of_tile,
     rows_of_list,
     rows_of_tile,
     steps_of_always,
     steps_of_list,
     store_rows,
-    table_of_tile,
     where_always_kept,
 )
 
@@ -113,8 +110,7 @@ def _add_grads(dk, dv, weights, q, rows, v, call):
 def _compute_grads(
     dk, dv, part_ptr, entries, begin, end, batch_head, block, call, CUT: tl.constexpr
 ):  # fmt: skip
-    """Sums after queries begin .. end - 1 of a list, whose parts of dQ are stored if C.PARTS. CUT: whether keys may follow their
-    query."""
+    """Sums after queries begin .. end - 1 of a list, whose parts of dQ are stored. CUT: whether keys may follow their query."""
     C: tl.constexpr = call.C
     for step in tl.range(0, steps_of_list(begin, end, call)):
         rows, entry = rows_of_list(entries, begin, end, step, batch_head, call)
@@ -136,11 +132,10 @@ def _compute_grads(
             dk = tl.dot(dscores, q, dk, input_precision="ieee")
         else:
             dk, dv, dscores = _add_grads(dk, dv, weights, q, rows, block.v, call)
-        if C.PARTS > 0:
-            dq = tl.dot(dscores.T, block.k, input_precision="ieee") * call.scale
-            part = (entry.to(tl.int64) * (C.BLOCK // C.TILE_N) + block.part) * (C.EVERY * C.MEMBERS) + rows.number
-            places = part_ptr + part[:, None] * C.DIM + tl.arange(0, C.DIM)[None, :]
-            tl.store(places, dq.to(part_ptr.dtype.element_ty), mask=rows.exists[:, None], cache_modifier=".cs")
+        dq = tl.dot(dscores.T, block.k, input_precision="ieee") * call.scale
+        part = (entry.to(tl.int64) * (C.BLOCK // C.TILE_N) + block.part) * C.MEMBERS + rows.number
+        places = part_ptr + part[:, None] * C.DIM + tl.arange(0, C.DIM)[None, :]
+        tl.store(places, dq.to(part_ptr.dtype.element_ty), mask=rows.exists[:, None], cache_modifier=".cs")
     return dk, dv
 
 
@@ -183,29 +178,29 @@ def _compute_piece(part_ptr, dk_ptr, dv_ptr, entries, piece, call):
 @triton.jit(do_not_specialize=[*INTEGERS, "item"])
 def picked_grads_kernel(
     q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, part_ptr, dk_ptr, dv_ptr, entries, items, item,
-    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
+    first_head, first_query, stride, kv_heads, q_len, offset, key_blocks,
     scale, score_scale,
     C: tl.constexpr,
 ):  # fmt: skip
     """One program per piece of a key block's list and TILE_N keys of the block. item: the round's first. part_ptr: (entries of a
-    round, BLOCK // TILE_N, EVERY, MEMBERS, DIM), used if C.PARTS. dk_ptr, dv_ptr: (pieces of a round, BLOCK, DIM or DIM_V) float32.
+    round, BLOCK // TILE_N, MEMBERS, DIM). dk_ptr, dv_ptr: (pieces of a round, BLOCK, DIM or DIM_V) float32.
     With MASSES, log2_sum_ptr is the picked blocks' lse, (batch, heads, q_len, SLOTS), whose gradient is delta_ptr; there is no dV
     and no dOut."""
     _compute_piece(
         part_ptr, dk_ptr, dv_ptr, entries, items + (item + tl.program_id(0)) * 5,
         PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, None, None, scale, score_scale,
-                   first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
+                   first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
     )  # fmt: skip
 
 
 def picked_grads(operands: SelectionOperands, lists, parts, dk_sums, dv_sums, sizes: SelectionSizes, round: Round, scale: float):
-    """Writes parts, unless None, and sums of one round. lists: ``lists.ColumnLists``. No dout for masses."""
+    """Writes parts and sums of one round. lists: ``lists.ColumnLists``. No dout for masses."""
     config = _config(operands.q, operands.v, sizes.block)
     n, count, masses = config.tile_n, lists.items.shape[1], operands.dout is None
     operands, widths = _arguments(operands._replace(dout=operands.q) if masses else operands, n)
-    arguments = [*operands, operands[-1] if parts is None else parts, dk_sums, dv_sums, lists.entries, lists.items]
-    arguments += [round.number * count, *sizes.integers(round), scale, scale * LOG2_E.value]
-    constants = {"C": constants_of(sizes, *widths, PARTS=0 if parts is None else sizes.block // n, MASSES=masses)}
+    arguments = [*operands, parts, dk_sums, dv_sums, lists.entries, lists.items, round.number * count]
+    arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
+    constants = {"C": constants_of(sizes, *widths, MASSES=masses)}
     launch(picked_grads_kernel, (count, sizes.block // n), arguments, constants, config.options)
 
 
@@ -256,8 +251,7 @@ def _compute_always_piece(dk_ptr, dv_ptr, items, call):
             q = load_rows(call.q, rows, C.DIM)
             log2_sum = tl.load(call.log2_sum + index_of_rows(rows, call), mask=exists, other=float("inf"))
             weights = tl.math.exp2(tl.dot(k, q.T, input_precision="ieee") * call.score_scale - log2_sum[None, :])
-            choice = tl.where(exists, choices_of_rows(rows, call), 0)
-            picked = is_picked(choice, exists, position // C.BLOCK, call)
+            picked = is_picked(tl.where(exists, picks_of_rows(rows, call), 0), exists, position // C.BLOCK, call)
             kept = _causal_mask_by_key(position, rows, call) & (exists & ~picked)[None, :]
             place = tl.where(exists, place, 0)
             weights = where_always_kept(tl.where(kept, weights, 0.0), 0.0, call, column, entry, place[None, :], key[:, None])
@@ -271,7 +265,7 @@ def _compute_always_piece(dk_ptr, dv_ptr, items, call):
 @triton.jit(do_not_specialize=INTEGERS)
 def always_grads_kernel(
     q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, dk_ptr, dv_ptr, picks, items, always,
-    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
+    first_head, first_query, stride, kv_heads, q_len, offset, key_blocks,
     scale, score_scale,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -280,7 +274,7 @@ def always_grads_kernel(
     _compute_always_piece(
         dk_ptr, dv_ptr, items,
         PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks, always, scale, score_scale,
-                   first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
+                   first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
     )  # fmt: skip
 
 
@@ -349,7 +343,7 @@ def sum_key_grads(grad, sums, lists, columns, always, sizes: SelectionSizes, rou
     arguments = [as_rows(grad, dim), sums.pieces, lists.starts, *beside[:2], sums.pieces if sums.before is None else sums.before]
     arguments += [round.number * lists.starts.shape[1], round.head, sizes.kv_heads, sizes.key_blocks, beside[2], factor]
     constants = {"DIM": dim, "KEYS": keys, "BLOCK": sizes.block, "ALWAYS": block_of(always)}
-    constants |= {"CONTINUES": round.choice > 0, "ENDS": round.choice + round.choices == sizes.choices}
+    constants |= {"CONTINUES": round.query > 0, "ENDS": round.query + round.queries == sizes.q_len}
     launch(sum_key_grads_kernel, (triton.cdiv(sizes.kv_len, keys), round.heads), arguments, constants, {"num_warps": 4})
 
 
@@ -358,110 +352,69 @@ def keys_per_sum(sizes: SelectionSizes, always) -> int:
     return min(_KEYS_OF_SUM, sizes.smallest_block(always))
 
 
-class _QueryTile(NamedTuple):
-    """Holds the inputs of a tile of queries to its loops."""
-
-    q: Any
-    dout: Any
-    log2_sum: Any
-    delta: Any
-
-
 @triton.jit
-def _add_step_grad(dq, tile, rows, position, kept, call):
-    """dq after TILE_N keys. kept: (rows, keys)."""
-    k = load_tile(call.k, rows.batch, rows.kv_head, position, call.C.TILE_N, call.C.DIM)
-    v = load_tile(call.v, rows.batch, rows.kv_head, position, call.C.TILE_N, call.C.DIM_V)
-    weights = tl.math.exp2(tl.dot(tile.q, k.T, input_precision="ieee") * call.score_scale - tile.log2_sum[:, None])
-    weights = tl.where(kept, weights, 0.0)
-    dscores = weights * (tl.dot(tile.dout, v.T, input_precision="ieee") - tile.delta[:, None])
-    return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
-
-
-@triton.jit
-def _add_picks(dq, tile, rows, table, number, visited, call):
-    """Adds what a tile's picks give to dq."""
+def _always_grad(rows, first_query, last_query, call):
+    """What is always kept and in no picked block gives to dQ, but for ``scale``."""
     C: tl.constexpr = call.C
-    STEPS: tl.constexpr = C.BLOCK // C.TILE_N
-    blocks, bits = visited.blocks + table * C.WIDTH, visited.bits + table * C.WIDTH
-    last = tl.load(visited.counts + table * 2 + 1) * STEPS
-    block = tl.load(blocks, mask=last > 0, other=0)
-    for step in tl.range(0, last):
-        position = (block * STEPS + step % STEPS) * C.TILE_N
-        block = tl.load(blocks + (step + 1) // STEPS, mask=step + 1 < last, other=0)
-        kept = causal_mask(rows, position, call)
-        if C.CHOICES > 1:
-            bit = (tl.load(bits + step // STEPS) >> number) & 1
-            kept = kept & (bit == 1)[:, None]
-        dq = _add_step_grad(dq, tile, rows, position, kept, call)
-    return dq
-
-
-@triton.jit
-def _add_always(dq, tile, rows, first_query, last_query, call):
-    """Adds what is always kept and in no picked block."""
-    choice = choices_of_rows(rows, call)
-    for row in tl.range(first_query // call.C.ALWAYS, last_query // call.C.ALWAYS + 1):
+    dq = tl.zeros([ROWS, C.DIM], tl.float32)
+    at, picks = index_of_rows(rows, call), picks_of_rows(rows, call)
+    q, dout = load_rows(call.q, rows, C.DIM), load_rows(call.dout, rows, C.DIM_V)
+    log2_sum = tl.load(call.log2_sum + at, mask=rows.exists, other=float("inf"))
+    delta = tl.load(call.delta + at, mask=rows.exists, other=0.0)
+    for row in tl.range(first_query // C.ALWAYS, last_query // C.ALWAYS + 1):
         begin, end = steps_of_always(row, call)
         for step in tl.range(begin, end, num_stages=1):
-            position, kept = find_unpicked_pairs(row, step, rows, choice, call)
-            dq = _add_step_grad(dq, tile, rows, position, kept, call)
+            position, kept = find_unpicked_pairs(row, step, rows, picks, call)
+            k = load_tile(call.k, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM)
+            v = load_tile(call.v, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM_V)
+            weights = tl.math.exp2(tl.dot(q, k.T, input_precision="ieee") * call.score_scale - log2_sum[:, None])
+            weights = tl.where(kept, weights, 0.0)
+            dscores = weights * (tl.dot(dout, v.T, input_precision="ieee") - delta[:, None])
+            dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
 @triton.jit
-def _compute_query_grads(dq_rows, part_ptr, listed, visited, call):
+def _compute_query_grads(dq_rows, part_ptr, listed, call):
     C: tl.constexpr = call.C
     tile, picker = tl.program_id(0), tl.program_id(1)
     rows = rows_of_tile(tile, picker, call)
     dq = tl.zeros([ROWS, C.DIM], tl.float32)
-    if C.PARTS == 0 or C.ALWAYS != 0:
-        at = index_of_rows(rows, call)
-        q, dout = load_rows(call.q, rows, C.DIM), load_rows(call.dout, rows, C.DIM_V)
-        log2_sum = tl.load(call.log2_sum + at, mask=rows.exists, other=float("inf"))
-        own = _QueryTile(q, dout, log2_sum, tl.load(call.delta + at, mask=rows.exists, other=0.0))
-        if C.PARTS == 0:
-            table, number = table_of_tile(tile, picker, call)
-            dq = _add_picks(dq, own, rows, table, number, visited, call)
-        if C.ALWAYS != 0:
-            first, last = queries_of_tile(tile, call)
-            dq = _add_always(dq, own, rows, first, last, call)
-    dq *= call.scale
-    if C.PARTS != 0:
-        count = tl.load(listed + choices_of_rows(rows, call), mask=rows.exists, other=0) * C.PARTS
-        for part in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
-            at = (rows.choice.to(tl.int64) * (C.SLOTS * C.PARTS) + part) * (C.EVERY * C.MEMBERS) + rows.number
-            places = part_ptr + at[:, None] * C.DIM + tl.arange(0, C.DIM)[None, :]
-            dq += tl.load(places, mask=(part < count)[:, None], other=0.0).to(tl.float32)
+    if C.ALWAYS != 0:
+        first, last = queries_of_tile(tile, call)
+        dq = _always_grad(rows, first, last, call) * call.scale
+    count = tl.load(listed + picks_of_rows(rows, call), mask=rows.exists, other=0) * C.PARTS
+    for part in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
+        at = (rows.place.to(tl.int64) * (C.SLOTS * C.PARTS) + part) * C.MEMBERS + rows.number
+        places = part_ptr + at[:, None] * C.DIM + tl.arange(0, C.DIM)[None, :]
+        dq += tl.load(places, mask=(part < count)[:, None], other=0.0).to(tl.float32)
     store_rows(dq_rows, dq, rows, C.DIM)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def sum_query_grads_kernel(
-    q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, dq_rows, picks, counts, blocks, bits, listed, part_ptr, always,
-    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
+    q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, dq_rows, picks, listed, part_ptr, always,
+    first_head, first_query, stride, kv_heads, q_len, offset, key_blocks,
     scale, score_scale,
     C: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile of queries of the heads that share a choice, from parts if C.PARTS. The rest as for
+    """dQ of a tile of queries of the heads that share picks, from C.PARTS parts of each pick. The rest as for
     ``visit_blocks_kernel``."""
     _compute_query_grads(
-        dq_rows, part_ptr, listed, VisitedBlocks(counts, blocks, bits),
+        dq_rows, part_ptr, listed,
         PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks, always, scale, score_scale,
-                   first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
+                   first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
     )  # fmt: skip
 
 
 def sum_query_grads(
-    operands: SelectionOperands, picks, visited, lists, parts, always, dq, sizes: SelectionSizes, round: Round, scale: float
+    operands: SelectionOperands, picks, lists, parts, always, dq, sizes: SelectionSizes, round: Round, scale: float
 ):  # fmt: skip
-    """Writes dq of one round. visited: ``VisitedBlocks`` of all picks, or None: then every pick has parts."""
+    """Writes dq of one round."""
     q, dim = operands.q, max(padded_head_dim(t.shape[3]) for t in (operands.q, operands.v))
     config = selection_config("grad_q", q.dtype, dim, sizes.smallest_block(always), q.device)
     operands, widths = _arguments(operands._replace(dout=q) if operands.dout is None else operands, config.tile_n)
-    tables = (picks, picks, picks) if visited is None else (visited.counts, visited.blocks, visited.bits)
-    arguments = [*operands, as_rows(dq, widths[0]), picks, *tables, lists.counts, parts if visited is None else q]
-    arguments += [always_arguments(always, False, operands[-1]), *sizes.integers(round), scale, scale * LOG2_E.value]
-    of_picks = {"PARTS": parts.shape[1]} if visited is None else {"WIDTH": visited.blocks.shape[3]}
-    constants = {"C": constants_of(sizes, *widths, ALWAYS=block_of(always), **of_picks)}
+    arguments = [*operands, as_rows(dq, widths[0]), picks, lists.counts, parts, always_arguments(always, False, operands[-1])]
+    arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
+    constants = {"C": constants_of(sizes, *widths, ALWAYS=block_of(always), PARTS=parts.shape[1])}
     launch(sum_query_grads_kernel, sizes.tiles_of(round), arguments, constants, config.options)

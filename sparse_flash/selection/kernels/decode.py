@@ -1,7 +1,7 @@
 """The portable kernel for few queries that each picked blocks of keys: visits the picked blocks of a cache and no others.
 
 As in ``decode``, programs share a query's keys, and the last one of a tile to arrive combines their results in a fixed order: one
-launch, and bitwise repeatable. A tile has the query heads that share a choice as its rows.
+launch, and bitwise repeatable. A tile has the query heads that share picks as its rows.
 
 Source: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
 """
@@ -42,7 +42,7 @@ def _compute_tile(queries, cache, splits, kv_head, position, steps, table):
     store_tile_or_split(state, queries, splits)
 
 
-@triton.jit(do_not_specialize=[*STRIDES, "pickers", "groups", "group", "members", "row_tiles", "q_len", "kv_len"])
+@triton.jit(do_not_specialize=[*STRIDES, "pickers", "group", "members", "row_tiles", "q_len", "kv_len"])
 def selection_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, split_results, arrived, kv_lens, block_table, k_scale, v_scale, picks,
     q_batch_stride: tl.int64, q_head_stride: tl.int64, q_token_stride: tl.int64,
@@ -50,13 +50,13 @@ def selection_decode_kernel(
     v_page_stride: tl.int64, v_head_stride: tl.int64, v_token_stride: tl.int64,
     out_batch_stride: tl.int64, out_head_stride: tl.int64, out_token_stride: tl.int64,
     scale_page_stride: tl.int64, scale_head_stride: tl.int64, table_stride: tl.int64,
-    pickers, groups, group, members, row_tiles, q_len, kv_len, score_scale,
+    pickers, group, members, row_tiles, q_len, kv_len, score_scale,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """One program for a query, up to TILE_M of the heads that share its choice, and a split of its picked blocks.
+    """One program for a query, up to TILE_M of the heads that share its picks, and a split of its picked blocks.
 
-    picks: (batch, pickers, groups, SLOTS) int32, ascending, then -1; EVERY queries share a group's. members: query heads that share
-    a choice. group: query heads that share a key head. row_tiles: tiles of members. The rest as for ``decode_kernel``.
+    picks: (batch, pickers, q_len, SLOTS) int32, ascending, then -1. members: query heads that share picks. group: query heads that
+    share a key head. row_tiles: tiles of members. The rest as for ``decode_kernel``.
     """
     tile, number = tl.program_id(0), tl.program_id(1)
     tiles, count = tl.num_programs(0), tl.num_programs(1)
@@ -66,7 +66,7 @@ def selection_decode_kernel(
     head = (picker * members).to(tl.int64)
     length = tl.maximum(tl.minimum(tl.load(kv_lens + batch), kv_len), 0) if SHAPE.HAS_LENS else kv_len
     position = length - q_len + query
-    picks += ((batch * pickers + picker) * groups + query // SHAPE.EVERY) * SHAPE.SLOTS
+    picks += ((batch * pickers + picker) * q_len + query) * SHAPE.SLOTS
     slot = tl.arange(0, SHAPE.PADDED)
     pick = tl.load(picks + slot, mask=slot < SHAPE.SLOTS, other=-1)
     # The first ones, as picks ascend.
@@ -84,32 +84,32 @@ def selection_decode_kernel(
 
 
 def selection_decode(
-    q, k, v, picks, block_size, every, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, splits=None
+    q, k, v, picks, block_size, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, splits=None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
     q, k, v, kv_lens, block_table, k_scale, v_scale: as for ``attention_decode`` in ``decode``. picks: (batch, heads that pick,
-    groups, n) int32, contiguous, of blocks of block_size keys, ascending, each once, then -1; every: queries of a group. splits:
-    programs that share a query's blocks; by default enough to fill the GPU.
+    q_len, n) int32, contiguous, of blocks of block_size keys, ascending, each once, then -1. splits: programs that share a query's
+    blocks; by default enough to fill the GPU.
     """
     inputs = [t for t in (q, k, v, picks, kv_lens, block_table, k_scale, v_scale) if t is not None]
 
     def run(recording):
         shapes = CallShapes.of(q, k, v, kv_lens, block_table, k_scale)
-        plan = _plan(shapes, tuple(picks.shape), block_size, every, splits)
+        plan = _plan(shapes, tuple(picks.shape), block_size, splits)
         out, lse, arguments = plan.arguments(recording, q, k, v, kv_lens, block_table, k_scale, v_scale)
         arguments += [picks, *plan.numbers, scale * LOG2_E.value]
         recording.launch(selection_decode_kernel, (plan.grid, arguments, plan.constants, plan.options))
         return out, lse
 
-    key = block_size, every, scale, kv_lens is None, splits
+    key = block_size, scale, kv_lens is None, splits
     return tuple(launch_or_repeat_alike(selection_decode_kernel, None, key, inputs, run)[:2])
 
 
 @cached_until_cleared
-def _plan(shapes: CallShapes, picks: tuple[int, ...], block_size: int, every: int, splits: int | None) -> DecodePlan:
+def _plan(shapes: CallShapes, picks: tuple[int, ...], block_size: int, splits: int | None) -> DecodePlan:
     batch, heads, q_len, head_dim = shapes.q
-    pickers, groups, slots = picks[1:]
+    pickers, _, slots = picks[1:]
     members = heads // pickers
     gpu = detect_gpu(shapes.device)
     config = decode_config(shapes.dtype, head_dim, block_size, members, shapes.v_head_dim, gpu, shapes.scaled)
@@ -117,6 +117,6 @@ def _plan(shapes: CallShapes, picks: tuple[int, ...], block_size: int, every: in
     tiles = batch * pickers * q_len * row_tiles
     # Two programs per multiprocessor, but none without a step.
     splits = splits or max(1, min(2 * multiprocessors(shapes.device) // tiles, slots * (block_size // config.tile_n)))
-    numbers = pickers, groups, heads // shapes.k[1], members, row_tiles, q_len, shapes.tokens
-    of_picks = {"BLOCK": block_size, "SLOTS": slots, "PADDED": padded_count(slots), "EVERY": every}
+    numbers = pickers, heads // shapes.k[1], members, row_tiles, q_len, shapes.tokens
+    of_picks = {"BLOCK": block_size, "SLOTS": slots, "PADDED": padded_count(slots)}
     return shapes.plan(config, members, tiles, splits, numbers, **of_picks)

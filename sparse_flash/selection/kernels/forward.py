@@ -29,12 +29,12 @@ from .tiles import (
     always_arguments,
     block_of,
     causal_mask,
-    choices_of_rows,
     constants_of,
     find_unpicked_pairs,
     index_of_rows,
     load_rows,
     locate_piece,
+    picks_of_rows,
     queries_of_tile,
     rows_of_list,
     rows_of_tile,
@@ -86,7 +86,7 @@ def _compute_parts(k, v, part_ptr, lse_ptr, entries, begin, end, batch_head, pos
             at = index_of_rows(rows, call) * C.SLOTS + entry % C.SLOTS
             tl.store(lse_ptr + at, lse * LN_2, mask=rows.exists)
         else:
-            at = entry.to(tl.int64) * (C.EVERY * C.MEMBERS) + rows.number
+            at = entry.to(tl.int64) * C.MEMBERS + rows.number
             places = part_ptr + at[:, None] * C.DIM_V + tl.arange(0, C.DIM_V)[None, :]
             # Read once and late, they would displace gathered queries from the L2 cache.
             part = (accumulator / total[:, None]).to(part_ptr.dtype.element_ty)
@@ -114,17 +114,17 @@ def _compute_piece(part_ptr, lse_ptr, entries, piece, call):
 @triton.jit(do_not_specialize=[*INTEGERS, "item"])
 def picked_parts_kernel(
     q_rows, k_tensor, v_tensor, part_ptr, lse_ptr, entries, items, item,
-    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
+    first_head, first_query, stride, kv_heads, q_len, offset, key_blocks,
     score_scale,
     C: tl.constexpr,
 ):  # fmt: skip
-    """One program per piece of a key block's list. item: the round's first. part_ptr: (entries of a round, EVERY, MEMBERS, DIM_V),
-    and lse_ptr the same without DIM_V, in base 2. With MASSES there are no parts; lse_ptr: (batch, heads, q_len, SLOTS), and lists
+    """One program per piece of a key block's list. item: the round's first. part_ptr: (entries of a round, MEMBERS, DIM_V), and
+    lse_ptr the same without DIM_V, in base 2. With MASSES there are no parts; lse_ptr: (batch, heads, q_len, SLOTS), and lists
     have cut blocks."""
     _compute_piece(
         part_ptr, lse_ptr, entries, items + (item + tl.program_id(0)) * 5,
         PickedCall(q_rows, k_tensor, v_tensor, None, None, None, None, None, None, score_scale,
-                   first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
+                   first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: Sel
 
 @triton.jit
 def _add_blocks(state, q, rows, number, blocks, bits, first, last, call, CUT: tl.constexpr):
-    """Adds the blocks first .. last - 1 of a tile's table to its state. number: of each row's choice in the tile."""
+    """Adds the blocks first .. last - 1 of a tile's table to its state. number: of each row's query in the tile."""
     C: tl.constexpr = call.C
     accumulator, running_max, running_sum = state
     STEPS: tl.constexpr = C.BLOCK // C.TILE_N
@@ -155,12 +155,12 @@ def _add_blocks(state, q, rows, number, blocks, bits, first, last, call, CUT: tl
         block = tl.load(blocks + following, mask=following < last, other=0)
         k = load_tile(call.k, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM)
         scores = tl.dot(q, k.T, input_precision="ieee")
-        if CUT or C.CHOICES > 1:
+        if CUT or C.QUERIES > 1:
             scores *= call.score_scale
             factor = 1.0
         else:
             factor = call.score_scale
-        if C.CHOICES > 1:
+        if C.QUERIES > 1:
             kept = (tl.load(bits + step // STEPS) >> number) & 1
             scores = tl.where((kept == 1)[:, None], scores, -float("inf"))
         if CUT:
@@ -176,12 +176,12 @@ def _add_always(state, q, rows, first_query, last_query, call):
     """Adds what is always kept and in no picked block."""
     C: tl.constexpr = call.C
     accumulator, running_max, running_sum = state
-    choice = choices_of_rows(rows, call)
+    picks = picks_of_rows(rows, call)
     for row in tl.range(first_query // C.ALWAYS, last_query // C.ALWAYS + 1):
         begin, end = steps_of_always(row, call)
         for step in tl.range(begin, end, num_stages=1):
             # Before the products, which take most of the registers.
-            position, kept = find_unpicked_pairs(row, step, rows, choice, call)
+            position, kept = find_unpicked_pairs(row, step, rows, picks, call)
             k = load_tile(call.k, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM)
             scores = tl.where(kept, tl.dot(q, k.T, input_precision="ieee") * call.score_scale, -float("inf"))
             weights, rescale, running_max, running_sum = update(running_max, running_sum, scores, 1.0)
@@ -191,7 +191,7 @@ def _add_always(state, q, rows, first_query, last_query, call):
 
 
 class _Parts(NamedTuple):
-    """listed: how many partial results each choice has."""
+    """listed: how many partial results each query has."""
 
     listed: Any
     part: Any
@@ -202,10 +202,10 @@ class _Parts(NamedTuple):
 def _merge_parts(state, rows, parts, call):
     """Adds the partial results of the rows' listed picks."""
     C: tl.constexpr = call.C
-    count = tl.load(parts.listed + choices_of_rows(rows, call), mask=rows.exists, other=0)
+    count = tl.load(parts.listed + picks_of_rows(rows, call), mask=rows.exists, other=0)
     column = tl.arange(0, C.DIM_V)
     for slot in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
-        at = (rows.choice * C.SLOTS + slot).to(tl.int64) * (C.EVERY * C.MEMBERS) + rows.number
+        at = (rows.place * C.SLOTS + slot).to(tl.int64) * C.MEMBERS + rows.number
         lse = tl.load(parts.lse + at, mask=slot < count, other=-float("inf"))
         part = tl.load(parts.part + at[:, None] * C.DIM_V + column[None, :], mask=(slot < count)[:, None], other=0.0)
         state = merge(state, (part.to(tl.float32),), (lse,), 1)
@@ -228,9 +228,7 @@ def _compute_tile(out_rows, lse_ptr, visited, parts, call):
     if C.ALWAYS != 0:
         first, last = queries_of_tile(tile, call)
         state = _add_always(state, q, rows, first, last, call)
-    if C.PARTS > 0:
-        state = _merge_parts(state, rows, parts, call)
-    out, lse = finish(state)
+    out, lse = finish(_merge_parts(state, rows, parts, call))
     store_rows(out_rows, out, rows, C.DIM_V)
     tl.store(lse_ptr + index_of_rows(rows, call), lse * LN_2, mask=rows.exists)
 
@@ -238,17 +236,16 @@ def _compute_tile(out_rows, lse_ptr, visited, parts, call):
 @triton.jit(do_not_specialize=INTEGERS)
 def visit_blocks_kernel(
     q_rows, k_tensor, v_tensor, out_rows, lse_ptr, picks, counts, blocks, bits, listed, part_ptr, part_lse, always,
-    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
+    first_head, first_query, stride, kv_heads, q_len, offset, key_blocks,
     score_scale,
     C: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of a tile of queries of the heads that share a choice. counts, blocks, bits: see ``VisitedBlocks``. listed:
-    (batch, kv_heads * PICKERS, choices) int32, how many partial results a choice has, if C.PARTS. always:
-    ``AlwaysKept``."""
+    """out and lse of a tile of queries of the heads that share picks. counts, blocks, bits: see ``VisitedBlocks``. listed:
+    (batch, kv_heads * PICKERS, q_len) int32, how many partial results a query has. always: ``AlwaysKept``."""
     _compute_tile(
         out_rows, lse_ptr, VisitedBlocks(counts, blocks, bits), _Parts(listed, part_ptr, part_lse),
         PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks, always, None, score_scale,
-                   first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks, C),
+                   first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
     )  # fmt: skip
 
 
@@ -256,14 +253,13 @@ def visit_blocks(
     operands: SelectionOperands, picks, visited, listed, parts, part_lse, always, out, lse,
     sizes: SelectionSizes, round: Round, scale: float,
 ) -> None:  # fmt: skip
-    """Writes out and lse of one round. visited: ``VisitedBlocks``. listed: None if there are no partial results."""
+    """Writes out and lse of one round. visited: ``VisitedBlocks``. listed, parts, part_lse: see ``visit_blocks_kernel``."""
     q, k, v = operands[:3]
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("visit", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
-    n, merges = config.tile_n, listed is not None
+    n = config.tile_n
     arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), as_rows(out, dim_v), lse, picks]
-    arguments += [visited.counts, visited.blocks, visited.bits, *((listed, parts, part_lse) if merges else (lse, lse, lse))]
+    arguments += [visited.counts, visited.blocks, visited.bits, listed, parts, part_lse]
     arguments += [always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
-    of_tiles = {"ALWAYS": block_of(always), "WIDTH": visited.blocks.shape[3], "PARTS": int(merges)}
-    constants = {"C": constants_of(sizes, dim, dim_v, n, **of_tiles)}
+    constants = {"C": constants_of(sizes, dim, dim_v, n, ALWAYS=block_of(always), WIDTH=visited.blocks.shape[3])}
     launch(visit_blocks_kernel, sizes.tiles_of(round), arguments, constants, config.options)

@@ -75,7 +75,6 @@ class GradsArguments:
     positions: gl.shared_memory_descriptor  # likewise: of a tile's queries, from the block's first key
     sums: Ring  # one stage, through which the second warp group of a block of 64 keys hands dK, then dV
     DIM: gl.constexpr
-    WITH_QUERIES: gl.constexpr  # whether dQ is wanted
 
 
 @gluon.jit
@@ -97,7 +96,7 @@ def _gather_list(p, begin, end, block, tiles):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     entry, exists = p.lists.load_entries(begin, end, 0, layout)
     for step in range(p.lists.steps(begin, end)):
-        rows = p.lists.rows_of(entry, exists, step, block, layout)
+        rows = p.lists.rows_of(entry, exists, block, layout)
         # Read a tile ahead, so no copy waits for it.
         entry, exists = p.lists.load_entries(begin, end, step + 1, layout)
         p.rows.publish(rows)
@@ -128,7 +127,7 @@ def _mask_causal(p, weights, begin, end, step, block, GROUP: gl.constexpr):
     number_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     # Through shared memory, as every thread needs a quarter of the positions.
     entry, exists = p.lists.load_entries(begin, end, step, number_layout)
-    rows = p.lists.rows_of(entry, exists, step, block, number_layout)
+    rows = p.lists.rows_of(entry, exists, block, number_layout)
     positions = p.positions.index(GROUP)
     positions.store(rows.query + (p.offset - block.position))
     position = positions.load(gl.SliceLayout(0, layout))
@@ -170,8 +169,7 @@ def _add_shared_tiles(p, state, begin, end, block, tiles, last, zeros, dq_zeros,
     for step in range(p.lists.steps(begin, end)):
         v = p.v.stage(0, opaque_zero(tiles))
         q, dout = p.q.stage(tiles), p.dout.stage(tiles)
-        if p.WITH_QUERIES:
-            entry, exists = p.lists.load_entries(begin, end, step, row_layout)
+        entry, exists = p.lists.load_entries(begin, end, step, row_layout)
         p.dout.wait(tiles)
         # The rows were copied by threads; products read them as TMA does.
         fence_async_shared()
@@ -186,25 +184,20 @@ def _add_shared_tiles(p, state, begin, end, block, tiles, last, zeros, dq_zeros,
         dweights = warpgroup_mma_wait(0, deps=(started,))
         started_dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout), dout, dv, is_async=True)
         dscores = (weights * dweights).to(dtype)
-        if p.WITH_QUERIES:
-            p.dscores.index(0).store(dscores)
+        p.dscores.index(0).store(dscores)
         started_dk = warpgroup_mma(gl.convert_layout(dscores, operand_layout), q, dk, is_async=True)
         k = p.k.stage(0, opaque_zero(tiles))
-        if p.WITH_QUERIES:
-            fence_async_shared()
-            barrier()
-            stored = p.dscores.index(opaque_zero(tiles))
-            started_dq = warpgroup_mma(stored.permute((1, 0)), k, dq_zeros, use_acc=False, is_async=True)
-            dv, dk = warpgroup_mma_wait(1, deps=(started_dv, started_dk))
-        else:
-            dv, dk = warpgroup_mma_wait(0, deps=(started_dv, started_dk))
+        fence_async_shared()
+        barrier()
+        stored = p.dscores.index(opaque_zero(tiles))
+        started_dq = warpgroup_mma(stored.permute((1, 0)), k, dq_zeros, use_acc=False, is_async=True)
+        dv, dk = warpgroup_mma_wait(1, deps=(started_dv, started_dk))
         p.q.wait(tiles + 1, pred=tiles != last)
         fence_async_shared()
         started_scores = start_transposed_product(k, p.q.stage(tiles + 1), zeros, p.DIM)
         p.q.release(tiles)
-        if p.WITH_QUERIES:
-            dq = warpgroup_mma_wait(1, deps=(started_dq,))
-            _store_dq(p, dq, p.lists.rows_of(entry, exists, step, block, row_layout))
+        dq = warpgroup_mma_wait(1, deps=(started_dq,))
+        _store_dq(p, dq, p.lists.rows_of(entry, exists, block, row_layout))
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         tiles += 1
     return (dk, dv, scores), tiles
@@ -260,8 +253,7 @@ def _add_own_tiles(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: 
         place = tiles + step
         k, v = p.k.stage(0, opaque_zero(place)), p.v.stage(0, opaque_zero(place))
         q, dout = p.q.stage(place), p.dout.stage(place)
-        if p.WITH_QUERIES:
-            entry, exists = p.lists.load_entries(begin, end, step, row_layout)
+        entry, exists = p.lists.load_entries(begin, end, step, row_layout)
         p.q.wait(place)
         p.dout.wait(place)
         # The rows were copied by threads; products read them as TMA does.
@@ -279,29 +271,24 @@ def _add_own_tiles(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: 
         dweights = warpgroup_mma_wait(0, deps=(started,))
         started_dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout), dout, dv, is_async=True)
         dscores = (weights * dweights).to(dtype)
-        if p.WITH_QUERIES:
-            p.dscores.index(GROUP).store(dscores)
+        p.dscores.index(GROUP).store(dscores)
         started_dk = warpgroup_mma(gl.convert_layout(dscores, operand_layout), q, dk, is_async=True)
-        if p.WITH_QUERIES:
-            fence_async_shared()
-            barrier()
-            # dQ takes twice the registers here: they hold half its columns at a time.
-            HALF: gl.constexpr = p.DIM // 2
-            stored = p.dscores.index(GROUP + opaque_zero(place)).permute((1, 0))
-            keys = p.k.stage(0, opaque_zero(place))
-            dv = warpgroup_mma_wait(1, deps=(started_dv,))
-            started_left = warpgroup_mma(stored, keys.slice(0, HALF, dim=1), dq_zeros, use_acc=False, is_async=True)
-            dk = warpgroup_mma_wait(1, deps=(started_dk,))
-            p.q.release(place)
-            started_right = warpgroup_mma(stored, keys.slice(HALF, HALF, dim=1), dq_zeros, use_acc=False, is_async=True)
-            rows = p.lists.rows_of(entry, exists, step, block, row_layout)
-            left = warpgroup_mma_wait(1, deps=(started_left,))
-            _store_dq(p, left, rows)
-            right = warpgroup_mma_wait(0, deps=(started_right,))
-            _store_dq(p, right, rows, HALF)
-        else:
-            dv, dk = warpgroup_mma_wait(0, deps=(started_dv, started_dk))
-            p.q.release(place)
+        fence_async_shared()
+        barrier()
+        # dQ takes twice the registers here: they hold half its columns at a time.
+        HALF: gl.constexpr = p.DIM // 2
+        stored = p.dscores.index(GROUP + opaque_zero(place)).permute((1, 0))
+        keys = p.k.stage(0, opaque_zero(place))
+        dv = warpgroup_mma_wait(1, deps=(started_dv,))
+        started_left = warpgroup_mma(stored, keys.slice(0, HALF, dim=1), dq_zeros, use_acc=False, is_async=True)
+        dk = warpgroup_mma_wait(1, deps=(started_dk,))
+        p.q.release(place)
+        started_right = warpgroup_mma(stored, keys.slice(HALF, HALF, dim=1), dq_zeros, use_acc=False, is_async=True)
+        rows = p.lists.rows_of(entry, exists, block, row_layout)
+        left = warpgroup_mma_wait(1, deps=(started_left,))
+        _store_dq(p, left, rows)
+        right = warpgroup_mma_wait(0, deps=(started_right,))
+        _store_dq(p, right, rows, HALF)
     return dk, dv, tiles + steps
 
 
@@ -355,12 +342,12 @@ def picked_grads_kernel(
     q_ptr, k_tensor, v_tensor, dout_ptr, log2_sum_ptr, delta_ptr, part_ptr, dk_ptr, dv_ptr, entries, items, item, item_count,
     q_batch_stride, q_head_stride, q_token_stride, q_pieces,
     dout_batch_stride, dout_head_stride, dout_token_stride, dout_pieces,
-    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
+    first_head, first_query, stride, kv_heads, q_len, offset, key_blocks,
     scale, score_scale,
-    STAGES: gl.constexpr, WITH_QUERIES: gl.constexpr, C: gl.constexpr,
+    STAGES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """part_ptr: (entries of a round, parts of a block, EVERY, MEMBERS, DIM), used if WITH_QUERIES. dk_ptr, dv_ptr: (pieces of a
-    round, BLOCK, DIM) float32. C.TILE_N: keys of an item, which is a part of a block."""
+    """part_ptr: (entries of a round, parts of a block, MEMBERS, DIM). dk_ptr, dv_ptr: (pieces of a round, BLOCK, DIM)
+    float32. C.TILE_N: keys of an item, which is a part of a block."""
     DIM: gl.constexpr = C.DIM
     KEYS: gl.constexpr = C.TILE_N
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -383,7 +370,7 @@ def picked_grads_kernel(
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     lists = Lists(
-        entries, items + item * 5, item_count, first_head, first_choice, stride, kv_heads, q_len, key_blocks, KEYS,
+        entries, items + item * 5, item_count, first_head, first_query, stride, kv_heads, q_len, key_blocks, KEYS,
         C.BLOCK // KEYS, C,
     )  # fmt: skip
     p = GradsArguments(
@@ -411,7 +398,6 @@ def picked_grads_kernel(
         positions=positions,
         sums=sums,
         DIM=DIM,
-        WITH_QUERIES=WITH_QUERIES,
     )
     # Registers: as many as can be for the sums, and as few for the addresses, as fit twelve warps.
     if GROUPS == 1:
@@ -428,14 +414,14 @@ def keys_per_part(q, v, sizes) -> int:
 
 
 def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, round, scale: float) -> None:
-    """Writes parts, unless None, and sums of one round. Arguments as in ``backward``, of 16-bit types, head_dim up to 128, v's
+    """Writes parts and sums of one round. Arguments as in ``backward``, of 16-bit types, head_dim up to 128, v's
     being the same, and blocks of 64 keys or a multiple of 128."""
     q, k, v, dout, log2_sum, delta = operands
     dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
     block = [1, 1, keys, dim]
-    arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), dout, log2_sum, delta, q if parts is None else parts]
+    arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), dout, log2_sum, delta, parts]
     arguments += [dk_sums, dv_sums, *list_arguments(lists, round), *row_arguments(q), *row_arguments(dout)]
     arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
-    constants = {"STAGES": STAGES[dim, keys], "WITH_QUERIES": parts is not None, "C": constants_of(sizes, dim, dim, keys)}
+    constants = {"STAGES": STAGES[dim, keys], "C": constants_of(sizes, dim, dim, keys)}
     grid = min(lists.items.shape[1] * (sizes.block // keys), multiprocessors(q.device)), 1
     launch(picked_grads_kernel, grid, arguments, constants, {"num_warps": keys // 16})

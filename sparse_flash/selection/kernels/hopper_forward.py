@@ -82,7 +82,7 @@ def _gather(p):
         upcoming = p.lists.item(turn + 1)
         entry, exists = p.lists.load_entries(item.whole, item.end, 0, layout)
         for step in range(p.tiles_of(item)):
-            p.rows.publish(p.lists.rows_of(entry, exists, step, block, layout))
+            p.rows.publish(p.lists.rows_of(entry, exists, block, layout))
             # Read a tile ahead, so no copy waits for it.
             entry, exists = p.lists.load_entries(item.whole, item.end, step + 1, layout)
             p.q.acquire(tiles)
@@ -174,7 +174,7 @@ def _compute(p, GROUP: gl.constexpr):
                 started = warpgroup_mma(operand, p.v.stage(load), sums, use_acc=number > 0, is_async=True)
             if STEPS > 1:
                 loads += STEPS
-            rows = p.lists.rows_of(entry, exists, step, block, row_layout)
+            rows = p.lists.rows_of(entry, exists, block, row_layout)
             # Rows that keep nothing: every score is -inf.
             keeps_nothing = total == 0.0
             total = gl.where(keeps_nothing, 1.0, total)
@@ -198,11 +198,11 @@ def _compute(p, GROUP: gl.constexpr):
 def picked_parts_kernel(
     q_ptr, k_tensor, v_tensor, part_ptr, lse_ptr, entries, items, item, item_count,
     q_batch_stride, q_head_stride, q_token_stride, q_pieces,
-    first_head, first_choice, stride, kv_heads, q_len, offset, choices, key_blocks,
+    first_head, first_query, stride, kv_heads, q_len, offset, key_blocks,
     score_scale,
     STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """part_ptr: (entries of a round, EVERY, MEMBERS, DIM), lse_ptr the same without DIM, in base 2. C.TILE_N: keys of a step."""
+    """part_ptr: (entries of a round, MEMBERS, DIM), lse_ptr the same without DIM, in base 2. C.TILE_N: keys of a step."""
     DIM: gl.constexpr = C.DIM
     KEYS: gl.constexpr = C.TILE_N
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -213,7 +213,7 @@ def picked_parts_kernel(
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     lists = Lists(
-        entries, items + item * 5, item_count, first_head, first_choice, stride, kv_heads, q_len, key_blocks, C.BLOCK, 1, C
+        entries, items + item * 5, item_count, first_head, first_query, stride, kv_heads, q_len, key_blocks, C.BLOCK, 1, C
     )
     p = PartsArguments(
         k_tensor=k_tensor,

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from ...kernels.common.gluon import copy_elements, record
 from .tiles import INTEGERS
 
-ROWS = gl.constexpr(64)  # of a tile: queries, each in as many rows as query heads share its choice
+ROWS = gl.constexpr(64)  # of a tile: queries, each in as many rows as query heads share its picks
 GATHERING_WARPS = gl.constexpr(4)
 
 # Arguments for ``Lists`` and ``RowTensor``. New lengths, heads or picks never recompile.
@@ -67,7 +67,7 @@ class Lists:
     items: gl.tensor
     count: gl.tensor
     first_head: gl.tensor
-    first_choice: gl.tensor
+    first_query: gl.tensor
     stride: gl.tensor
     kv_heads: gl.tensor
     q_len: gl.tensor
@@ -104,35 +104,29 @@ class Lists:
     @gluon.jit
     def steps(self, begin, end):
         """Returns the number of tiles of entries begin .. end - 1."""
-        return (end - begin + (self.C.CHOICES - 1)) // self.C.CHOICES * self.C.TILES
+        return (end - begin + (self.C.QUERIES - 1)) // self.C.QUERIES
 
     @gluon.jit
     def load_entries(self, begin, end, step, layout: gl.constexpr):
-        """Returns (the entry of each row of a tile, choice * slots + slot; whether it exists)."""
+        """Returns (the entry of each row of a tile, query * slots + slot; whether it exists)."""
         row = gl.arange(0, ROWS, layout=layout)
-        OF_CHOICE: gl.constexpr = self.C.TOKENS * self.C.MEMBERS
-        place = begin + step // self.C.TILES * self.C.CHOICES + row // OF_CHOICE
-        exists = (row < self.C.CHOICES * OF_CHOICE) & (place < end)
+        place = begin + step * self.C.QUERIES + row // self.C.MEMBERS
+        exists = (row < self.C.QUERIES * self.C.MEMBERS) & (place < end)
         return gl.load(self.entries + place, mask=exists, other=0), exists
 
     @gluon.jit
-    def rows_of(self, entry, exists, step, block, layout: gl.constexpr):
+    def rows_of(self, entry, exists, block, layout: gl.constexpr):
         """Returns ``GatheredRows``. entry, exists: from ``load_entries``."""
-        row = gl.arange(0, ROWS, layout=layout)
-        OF_CHOICE: gl.constexpr = self.C.TOKENS * self.C.MEMBERS
-        token = row % OF_CHOICE // self.C.MEMBERS + step % self.C.TILES * self.C.TOKENS
-        member = row % self.C.MEMBERS
-        choice = entry // self.C.SLOTS - block.head_of_round * (self.C.PICKERS * self.stride)
-        picker = row * 0
+        member = gl.arange(0, ROWS, layout=layout) % self.C.MEMBERS
+        query = entry // self.C.SLOTS - block.head_of_round * (self.C.PICKERS * self.stride)
+        picker = member * 0
         if self.C.PICKERS > 1:
-            picker = choice // self.stride
-            choice -= picker * self.stride
-        query = (self.first_choice + choice) * self.C.EVERY + token
-        exists = exists & (token < self.C.EVERY) & (query < self.q_len)
+            picker = query // self.stride
+            query -= picker * self.stride
+        query += self.first_query
         head = (block.kv_head * self.C.PICKERS + picker) * self.C.MEMBERS + member
         place = entry.to(gl.int64) * self.PARTS + block.part
-        place = place * (self.C.EVERY * self.C.MEMBERS) + (token * self.C.MEMBERS + member)
-        return GatheredRows(query, head, exists, place)
+        return GatheredRows(query, head, exists & (query < self.q_len), place * self.C.MEMBERS + member)
 
     @gluon.jit
     def index_of(self, rows, block):

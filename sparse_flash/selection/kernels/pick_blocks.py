@@ -1,12 +1,10 @@
-"""The choice of key blocks for each group of queries: streams the scores of blocks and keeps the best in registers.
+"""The choice of key blocks for each query: streams the scores of blocks and keeps the best in registers.
 
-A program has the groups of one tile and one head that picks. It visits the blocks that end before the own block of its last group,
+A program has the queries of one tile and one head that picks. It visits the blocks that end before the own block of its last query,
 some columns at a time, so no tensor holds all scores. What it keeps of each row is a set of the best scores so far, unordered. A
 column enters where it beats the lowest of the set, and the loop over a tile ends when no row has such a column; so most tiles cost
 one maximum. Of equal scores the first block stays: a later one does not beat it, and of several lowest ones the last leaves.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -15,15 +13,14 @@ from torch import Tensor
 
 from ...kernels.common.config import Config, padded_head_dim
 from ...kernels.common.grid import tile_and_batch_head
-from ...kernels.common.tiles import FLOOR, LN_2, LOG2_E
+from ...kernels.common.tiles import LOG2_E
 from ...kernels.launch.launch import integers_key, launch
-from ...kernels.portable.softmax import log_of_sum, update
 
 _NONE = tl.constexpr(1 << 30)  # instead of a block: plus the number of the slot that holds none
-_KEYS = 64  # of a step of "max", and of the pass that sums the softmax
+_KEYS = 64  # of a step of "max"
 
 
-# tile_m: groups of a program. tile_n: blocks of a step. Given scores come few columns at a time, because each column that enters
+# tile_m: queries of a program. tile_n: blocks of a step. Given scores come few columns at a time, because each column that enters
 # costs a pass over the tile; products would then be too narrow. docs/performance/selection.md, "Tile sizes", has the figures.
 _CONFIGS = {
     "given": Config(64, 16, 4, 1),
@@ -56,7 +53,7 @@ def _weights_of_blocks(
     rows, keys, logs, position, column, some, dim, head_dim, compressed, q_head, k_token, log_head, factor,
     SHARED: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(TILE, COLUMNS) weights of the tokens of blocks, over the query heads that share a choice. A compressed key that has tokens
+    """(TILE, COLUMNS) weights of the tokens of blocks, over the query heads that share picks. A compressed key that has tokens
     in several blocks counts for each by its strides there.
 
     rows: of the first head's queries. logs: of their softmax sums, natural, -inf where a query reads nothing; log_head: from one
@@ -88,41 +85,41 @@ def _weights_of_blocks(
     return scores
 
 
-@triton.jit(do_not_specialize=["heads", "groups", "kv_len", "offset", "width", "compressed", "log_head"])
+@triton.jit(do_not_specialize=["heads", "q_len", "kv_len", "offset", "width", "compressed"])
 def pick_blocks_kernel(
     source, keys, picks, bounds, logs,
-    heads, groups, kv_len, offset, width, compressed, log_head, factor,
+    heads, q_len, kv_len, offset, width, compressed, factor,
     head_dim, q_batch, q_head, q_token, k_batch, k_head, k_token,
-    EVERY: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, OWN: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr,
     KIND: tl.constexpr, BOUNDED: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr,
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """source: q, (batch, heads x SHARED, tokens, head_dim), or scores, (batch, heads, groups, columns): then q_token is of groups.
-    keys: what a key head's scores are products with, (batch, key heads, blocks or tokens or compressed keys, head_dim). picks:
-    (batch, heads, groups, CHOSEN + OWN) int32. heads: that pick. width: how many of them share a key head. bounds: if BOUNDED,
-    (groups, 2) int32: the first column that a group may choose, and its own; then EVERY is 1. logs, compressed, log_head, factor:
-    of the kind "softmax", see ``_weights_of_blocks``; key i is of LENGTH tokens from i * STRIDE on."""
-    tile, batch_head = tile_and_batch_head(tl.cdiv(groups, TILE))
+    """source: q, (batch, heads x SHARED, q_len, head_dim), or scores, (batch, heads, q_len, columns). keys: what a key head's
+    scores are products with, (batch, key heads, blocks or tokens or compressed keys, head_dim). picks: (batch, heads, q_len,
+    CHOSEN + 1) int32. heads: that pick. width: how many of them share a key head. bounds: if BOUNDED, (q_len, 2) int32: the first
+    column that a query may choose, and its own. logs, compressed, factor: of the kind "softmax", see ``_weights_of_blocks``; key i
+    is of LENGTH tokens from i * STRIDE on."""
+    tile, batch_head = tile_and_batch_head(tl.cdiv(q_len, TILE))
     batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
-    group = tile * TILE + tl.arange(0, TILE)
-    exists = group < groups
+    token = tile * TILE + tl.arange(0, TILE)
+    exists = token < q_len
     if BOUNDED:
-        least = tl.load(bounds + 2 * group, mask=exists, other=_NONE)
-        first = tl.load(bounds + 2 * group + 1, mask=exists, other=0) * BLOCK
+        least = tl.load(bounds + 2 * token, mask=exists, other=_NONE)
+        first = tl.load(bounds + 2 * token + 1, mask=exists, other=0) * BLOCK
     else:
-        first = group * EVERY + offset
+        first = token + offset
     own = tl.where(exists & (first >= 0), first // BLOCK, 0)
     slot = tl.arange(0, SLOTS)[None, :]
-    room = (slot < CHOSEN) & (group >= 0)[:, None]
+    room = (slot < CHOSEN) & (token >= 0)[:, None]
     best = tl.where(room, -float("inf"), float("inf"))
     block = _NONE + slot + tl.zeros((TILE, SLOTS), tl.int32)
     dim = tl.arange(0, DIM)
     if CHOSEN > 0:
         rows = source + batch * q_batch + head * SHARED * q_head
         if KIND == "given":
-            rows += group.to(tl.int64)[:, None] * q_token
+            rows += token.to(tl.int64)[:, None] * q_token
         else:
-            rows += (group * EVERY).to(tl.int64)[:, None] * q_token + dim[None, :]
+            rows += token.to(tl.int64)[:, None] * q_token + dim[None, :]
             keys += batch * k_batch + head // width * k_head
         some = exists[:, None] & (dim < head_dim)[None, :]
         if KIND == "mean":
@@ -151,9 +148,9 @@ def pick_blocks_kernel(
                 )
                 scores = tl.dot(query, tl.trans(means), input_precision=PRECISION)
             elif KIND == "softmax":
-                head_logs = logs + (batch * heads + head) * SHARED * log_head + tl.minimum(group, groups - 1)
+                head_logs = logs + (batch * heads + head) * SHARED * q_len + tl.minimum(token, q_len - 1)
                 scores = _weights_of_blocks(
-                    rows, keys, head_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, log_head, factor,
+                    rows, keys, head_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, q_len, factor,
                     SHARED, BLOCK, LENGTH, STRIDE, PRECISION,
                 )  # fmt: skip
             else:
@@ -177,103 +174,29 @@ def pick_blocks_kernel(
             # A score that is no number is never the best.
             scores = tl.where(before & (scores == scores), scores, -float("inf"))
             best, block = _keep_best(scores, column, best, block)
-    last = tl.minimum(first + EVERY - 1, kv_len - 1)
-    mine = own[:, None] + slot - CHOSEN
-    is_own = (slot >= CHOSEN) & (slot < CHOSEN + OWN) & (mine * BLOCK <= last[:, None])
-    block = tl.sort(tl.where(is_own, mine, tl.where(room, block, _NONE)), 1)
-    place = picks + (batch_head.to(tl.int64) * groups + group)[:, None] * (CHOSEN + OWN) + slot
-    tl.store(place, tl.where(block < _NONE, block, -1), mask=exists[:, None] & (slot < CHOSEN + OWN))
+    is_own = (slot == CHOSEN) & (first >= 0)[:, None]
+    block = tl.sort(tl.where(is_own, own[:, None], tl.where(room, block, _NONE)), 1)
+    place = picks + (batch_head.to(tl.int64) * q_len + token)[:, None] * (CHOSEN + 1) + slot
+    tl.store(place, tl.where(block < _NONE, block, -1), mask=exists[:, None] & (slot < CHOSEN + 1))
 
 
-@triton.jit(do_not_specialize=["heads", "groups", "offset", "width", "compressed"])
-def compressed_lse_kernel(
-    q, keys, logs,
-    heads, groups, offset, width, compressed, factor,
-    head_dim, q_batch, q_head, q_token, k_batch, k_head, k_token,
-    EVERY: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """logs: (batch, heads, groups) float32, of the softmax sums of each group's first query over the compressed keys that have no
-    token after it. The rest as for ``pick_blocks_kernel``."""
-    tile, batch_head = tile_and_batch_head(tl.cdiv(groups, TILE))
-    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
-    group = tile * TILE + tl.arange(0, TILE)
-    exists = group < groups
-    position = group * EVERY + offset
-    dim = tl.arange(0, DIM)
-    place = batch * q_batch + head * q_head + (group * EVERY).to(tl.int64)[:, None] * q_token + dim[None, :]
-    query = tl.load(q + place, mask=exists[:, None] & (dim < head_dim)[None, :], other=0.0)
-    keys += batch * k_batch + head // width * k_head
-    # How many keys each row reads.
-    read = tl.where(exists & (position >= LENGTH - 1), (position - (LENGTH - 1)) // STRIDE + 1, 0)
-    read = tl.minimum(read, compressed)
-    running_max = tl.full((TILE,), FLOOR, tl.float32)
-    running_sum = tl.zeros((TILE,), tl.float32)
-    for start in range(0, tl.max(read, 0), KEYS):
-        number = start + tl.arange(0, KEYS)
-        load = (number < compressed)[:, None] & (dim < head_dim)[None, :]
-        values = tl.load(keys + number.to(tl.int64)[:, None] * k_token + dim[None, :], mask=load, other=0.0)
-        scores = tl.dot(query, tl.trans(values), input_precision=PRECISION) * factor
-        scores = tl.where(number[None, :] < read[:, None], scores, -float("inf"))
-        _, _, running_max, running_sum = update(running_max, running_sum, scores, 1.0)
-    _, log = log_of_sum(running_max, running_sum)
-    tl.store(logs + batch_head.to(tl.int64) * groups + group, log * LN_2, mask=exists)
-
-
-class Compressed(NamedTuple):
-    """How keys were compressed. length: tokens of one. stride: tokens from one to the next. logs: (batch, heads, groups) float32,
-    of the softmax sums over them, or None: to be computed."""
-
-    length: int
-    stride: int
-    logs: Tensor | None
-
-
-def compressed_lse(q: Tensor, keys: Tensor, compression: Compressed, every: int, kv_len: int) -> Tensor:
-    """(batch, heads, groups) float32, see ``compressed_lse_kernel``. q, keys: as for ``pick_blocks``."""
-    config, (batch, heads, q_len, head_dim) = _CONFIGS["softmax"], q.shape
-    groups = triton.cdiv(q_len, every)
-    logs = torch.empty((batch, heads, groups), dtype=torch.float32, device=q.device)
-    sizes = head_dim, *q.stride()[:3], *keys.stride()[:3]
-    arguments = [q, keys, logs, heads, groups, kv_len - q_len, heads // keys.shape[1], keys.shape[2]]
-    arguments += [head_dim**-0.5 * LOG2_E.value, *sizes]
-    constants = {"EVERY": every, "LENGTH": compression.length, "STRIDE": compression.stride, "TILE": config.tile_m, "KEYS": _KEYS}
-    constants |= {"DIM": padded_head_dim(head_dim), "PRECISION": _precision(q)}
-    grid = triton.cdiv(groups, config.tile_m) * batch * heads, 1
-    launch(compressed_lse_kernel, grid, arguments, constants, config.options, integers_key(sizes))
-    return logs
-
-
-def pick_blocks(
-    source: Tensor, keys: Tensor | None, kind: str, choice, config: Config | None = None, compression: Compressed | None = None
-) -> Tensor:
-    """(batch, heads, groups, blocks) int32, ascending, then -1.
-
-    source: q, (batch, heads or more, q_len, head_dim), or with kind "given" scores, (batch, heads, groups, blocks). keys: means of
-    whole blocks with kind "mean", (batch, kv_heads, blocks, head_dim) float32; with "max" k; with "softmax" compressed keys, which
-    ``compression`` tells of; else None. The last dimensions are contiguous. choice: a ``selection.choice.BlockChoice``. config: the
-    kind's by default.
-    """
-    heads, keep, every, block_size, q_len, kv_len, bounds = choice
-    chosen, own = keep - 1, choice.own_blocks
-    config = config or _CONFIGS[kind]
-    groups = triton.cdiv(q_len, every)
-    picks = torch.empty((source.shape[0], heads, groups, chosen + own), dtype=torch.int32, device=source.device)
-    keys = source if keys is None else keys
-    given, logs = kind == "given", None
-    if compression is not None:
-        logs = compressed_lse(source, keys, compression, every, kv_len) if compression.logs is None else compression.logs
-    arguments = [source, keys, picks, picks if bounds is None else bounds, picks if logs is None else logs]
-    arguments += [heads, groups, kv_len, kv_len - q_len, 1 if given else heads // keys.shape[1], keys.shape[2], groups]
+def pick_blocks(source: Tensor, keys: Tensor | None, choice, bounds: Tensor | None, lse: Tensor | None) -> Tensor:
+    """(batch, heads, q_len, keep) int32, ascending, then -1. choice: a ``selection.choice.BlockChoice``. The rest as for
+    ``selection.choice.choose``, but of the kind "mean" keys are the means of whole blocks, in float32. The last dimensions are
+    contiguous."""
+    kind, heads, keep, block_size, kv_len, length, stride = choice
+    q_len, config, given, keys = source.shape[2], _CONFIGS[kind], kind == "given", source if keys is None else keys
+    picks = torch.empty((source.shape[0], heads, q_len, keep), dtype=torch.int32, device=source.device)
+    arguments = [source, keys, picks, picks if bounds is None else bounds, picks if lse is None else lse]
+    arguments += [heads, q_len, kv_len, kv_len - q_len, 1 if given else heads // keys.shape[1], keys.shape[2]]
     sizes = 1 if given else source.shape[3], *source.stride()[:3], *keys.stride()[:3]
     arguments += [source.shape[-1] ** -0.5 * LOG2_E.value, *sizes]
-    length, stride = (1, 1) if compression is None else compression[:2]
-    slots, shared = max(2, triton.next_power_of_2(chosen + own)), source.shape[1] // heads
-    constants = {"EVERY": every, "BLOCK": block_size, "CHOSEN": chosen, "OWN": own, "SLOTS": slots, "SHARED": shared}
-    constants |= {"KIND": kind, "BOUNDED": bounds is not None, "TILE": config.tile_m, "COLUMNS": config.tile_n}
+    slots, shared = max(2, triton.next_power_of_2(keep)), source.shape[1] // heads
+    constants = {"BLOCK": block_size, "CHOSEN": keep - 1, "SLOTS": slots, "SHARED": shared, "KIND": kind}
+    constants |= {"BOUNDED": bounds is not None, "TILE": config.tile_m, "COLUMNS": config.tile_n}
     constants |= {"KEYS": min(block_size, _KEYS), "LENGTH": length, "STRIDE": stride}
     constants |= {"DIM": 16 if given else padded_head_dim(source.shape[3]), "PRECISION": _precision(source)}
-    grid = triton.cdiv(groups, config.tile_m) * source.shape[0] * heads, 1
+    grid = triton.cdiv(q_len, config.tile_m) * source.shape[0] * heads, 1
     specialized = keys.dtype, *integers_key(sizes)
     launch(pick_blocks_kernel, grid, arguments, constants, config.options, specialized)
     return picks

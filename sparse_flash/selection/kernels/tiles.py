@@ -1,7 +1,7 @@
 """The parts that the kernels of picked blocks share: the sizes of a call, tiles of gathered rows, and the loop over what is kept
 beside the picks.
 
-A tile has ROWS rows: queries, each in as many rows as query heads share its choice, the head fastest. Neighbouring queries fill it;
+A tile has ROWS rows: queries, each in as many rows as query heads share its picks, the head fastest. Neighbouring queries fill it;
 or the queries of a list do, from anywhere.
 """
 
@@ -30,15 +30,13 @@ class SelectionOperands(NamedTuple):
     delta: Any = None
 
 
-INTEGERS = ["first_head", "first_choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
+INTEGERS = ["first_head", "first_query", "stride", "kv_heads", "q_len", "offset", "key_blocks"]
 
 
 @cached_until_cleared
 def constants_of(sizes: SelectionSizes, *widths: int, **more: int) -> Constants:
     """A kernel's argument C, of a ``PickedShape``. widths: DIM, DIM_V, TILE_N. more: its later fields."""
-    return Constants(
-        PickedShape(sizes.every, sizes.members, sizes.pickers, sizes.slots, *sizes.tiled, sizes.block, *widths, **more)
-    )
+    return Constants(PickedShape(sizes.members, sizes.pickers, sizes.slots, sizes.tile_queries, sizes.block, *widths, **more))
 
 
 class AlwaysKept(NamedTuple):
@@ -69,9 +67,9 @@ class PickedCall(NamedTuple):
     """Describes a call and its round to a kernel; None for what the kernel does not use.
 
     q, dout: ``Rows``. k, v: descriptors or ``Rows``. dout, log2_sum, delta: see ``SelectionOperands``. picks: (batch, kv_heads *
-    PICKERS, choices, SLOTS) int32. always: ``AlwaysKept``. score_scale: scale * log2(e). first_head, first_choice: the round's
-    first. stride: see ``Round``. offset: position of the first query. choices: of a batch-head, in the whole call. C:
-    ``PickedShape``, last: otherwise Triton 3.6 forgets the constants of records within the record, such as a stride of 1.
+    PICKERS, q_len, SLOTS) int32. always: ``AlwaysKept``. score_scale: scale * log2(e). first_head, first_query: the round's first.
+    stride: see ``Round``. offset: position of the first query. C: ``PickedShape``, last: otherwise Triton 3.6 forgets the constants
+    of records within the record, such as a stride of 1.
     """
 
     q: Any
@@ -85,23 +83,22 @@ class PickedCall(NamedTuple):
     scale: Any
     score_scale: Any
     first_head: Any
-    first_choice: Any
+    first_query: Any
     stride: Any
     kv_heads: Any
     q_len: Any
     offset: Any
-    choices: Any
     key_blocks: Any
     C: Any
 
 
 class VisitedBlocks(NamedTuple):
-    """The blocks that tiles of queries visit: for each cluster of choices whose queries fill a tile.
+    """The blocks that tiles of queries visit.
 
-    counts: (batch, pickers, clusters, 2) int32: how many blocks keep every pair, and how many there are.
-    blocks: (batch, pickers, clusters, width) int32: blocks that keep every pair, ascending, then blocks that the causal limit cuts.
-    bits: like blocks, int32, or int64 for more than 32 choices: bit c is set if choice c of the cluster picked the block.
-    picks: (batch, pickers, choices, slots) int8, 1 for picks that the tile visits; arbitrary for picks that keep nothing.
+    counts: (batch, pickers, tiles, 2) int32: how many blocks keep every pair, and how many there are.
+    blocks: (batch, pickers, tiles, width) int32: blocks that keep every pair, ascending, then blocks that the causal limit cuts.
+    bits: like blocks, int32, or int64 for more than 32 queries: bit i is set if query i of the tile picked the block.
+    picks: (batch, pickers, q_len, slots) int8, 1 for picks that the tile visits; arbitrary for picks that keep nothing.
     """
 
     counts: Any
@@ -111,10 +108,10 @@ class VisitedBlocks(NamedTuple):
 
 
 class RowsOfTile(NamedTuple):
-    """Describes each row of a tile: its choice, numbered within the launch, its query, its head, its number among the rows of its
-    choice, and whether it exists. batch, kv_head: of the tile."""
+    """Describes each row of a tile: ``place``, the index of its query within the round, its query, its head, its number among the
+    rows of its query, and whether it exists. batch, kv_head: of the tile."""
 
-    choice: Any
+    place: Any
     query: Any
     head: Any
     number: Any
@@ -125,67 +122,62 @@ class RowsOfTile(NamedTuple):
 
 @triton.jit
 def _decompose_rows(C):
-    """(number of the choice within the tile, query within its share of the tile, member, whether it is used) of each row."""
+    """(index of the query within the tile, member, whether it is used) of each row."""
     row = tl.arange(0, ROWS)
-    OF_CHOICE: tl.constexpr = C.TOKENS * C.MEMBERS
-    return row // OF_CHOICE, row % OF_CHOICE // C.MEMBERS, row % C.MEMBERS, row < C.CHOICES * OF_CHOICE
+    return row // C.MEMBERS, row % C.MEMBERS, row < C.QUERIES * C.MEMBERS
 
 
 @triton.jit
 def rows_of_tile(tile, picker, call):
-    """``RowsOfTile`` of neighbouring queries. tile: within the launch. picker: batch-head * PICKERS + number of the choosing heads,
+    """``RowsOfTile`` of neighbouring queries. tile: within the launch. picker: batch-head * PICKERS + number of the picking heads,
     within the launch."""
-    number, token, member, used = _decompose_rows(call.C)
-    choice = tile // call.C.TILES * call.C.CHOICES + number
-    token += tile % call.C.TILES * call.C.TOKENS
-    query = (call.first_choice + choice) * call.C.EVERY + token
-    exists = used & (token < call.C.EVERY) & (choice < call.stride) & (query < call.q_len)
+    number, member, used = _decompose_rows(call.C)
+    place = tile * call.C.QUERIES + number
+    query = call.first_query + place
+    exists = used & (place < call.stride) & (query < call.q_len)
     batch_head = call.first_head + picker // call.C.PICKERS
     kv_head = batch_head % call.kv_heads
     head = (kv_head * call.C.PICKERS + picker % call.C.PICKERS) * call.C.MEMBERS + member
-    choice += picker * call.stride
-    return RowsOfTile(choice, query, head, token * call.C.MEMBERS + member, exists, batch_head // call.kv_heads, kv_head)
+    place += picker * call.stride
+    return RowsOfTile(place, query, head, member, exists, batch_head // call.kv_heads, kv_head)
 
 
 @triton.jit
 def queries_of_tile(tile, call):
-    """The first and the last query of a tile; the latter may belong to the next choice, and to no row."""
-    QUERIES: tl.constexpr = call.C.TOKENS * call.C.CHOICES
-    first = (call.first_choice + tile // call.C.TILES * call.C.CHOICES) * call.C.EVERY + tile % call.C.TILES * call.C.TOKENS
-    return first, tl.minimum(first + QUERIES, call.q_len) - 1
+    """The first and the last query of a tile."""
+    first = call.first_query + tile * call.C.QUERIES
+    return first, tl.minimum(first + call.C.QUERIES, call.q_len) - 1
 
 
 @triton.jit
 def table_of_tile(tile, picker, call):
-    """Returns (the index of a tile's table in ``VisitedBlocks``, the number of each row's choice in the tile)."""
-    clusters = (call.choices + call.C.CHOICES - 1) // call.C.CHOICES
+    """Returns (the index of a tile's table in ``VisitedBlocks``, the index of each row's query in the tile)."""
+    tiles = (call.q_len + call.C.QUERIES - 1) // call.C.QUERIES
     row = (call.first_head * call.C.PICKERS + picker).to(tl.int64)
-    number, _, _, _ = _decompose_rows(call.C)
-    return row * clusters + call.first_choice // call.C.CHOICES + tile // call.C.TILES, number
+    number, _, _ = _decompose_rows(call.C)
+    return row * tiles + call.first_query // call.C.QUERIES + tile, number
 
 
 @triton.jit
 def rows_of_list(entries, begin, end, step, batch_head, call):
-    """(``RowsOfTile`` of a step over the queries begin .. end - 1 of a list, the entry of each row: choice * SLOTS + slot).
+    """(``RowsOfTile`` of a step over the queries begin .. end - 1 of a list, the entry of each row: place * SLOTS + slot).
 
-    entries: int32, with choices numbered within the launch. batch_head: of the list."""
-    number, token, member, used = _decompose_rows(call.C)
-    place = begin + step // call.C.TILES * call.C.CHOICES + number
-    entry = tl.load(entries + place, mask=used & (place < end), other=0)
-    choice = entry // call.C.SLOTS
-    token += step % call.C.TILES * call.C.TOKENS
-    query = (call.first_choice + choice % call.stride) * call.C.EVERY + token
-    exists = used & (place < end) & (token < call.C.EVERY) & (query < call.q_len)
+    entries: int32. batch_head: of the list."""
+    number, member, used = _decompose_rows(call.C)
+    index = begin + step * call.C.QUERIES + number
+    exists = used & (index < end)
+    entry = tl.load(entries + index, mask=exists, other=0)
+    place = entry // call.C.SLOTS
+    query = call.first_query + place % call.stride
     kv_head = batch_head % call.kv_heads
-    picker = choice // call.stride % call.C.PICKERS
+    picker = place // call.stride % call.C.PICKERS
     head = (kv_head * call.C.PICKERS + picker) * call.C.MEMBERS + member
-    rows = RowsOfTile(choice, query, head, token * call.C.MEMBERS + member, exists, batch_head // call.kv_heads, kv_head)
-    return rows, entry
+    return RowsOfTile(place, query, head, member, exists & (query < call.q_len), batch_head // call.kv_heads, kv_head), entry
 
 
 @triton.jit
 def steps_of_list(begin, end, call):
-    return (end - begin + call.C.CHOICES - 1) // call.C.CHOICES * call.C.TILES
+    return (end - begin + call.C.QUERIES - 1) // call.C.QUERIES
 
 
 @triton.jit
@@ -222,18 +214,18 @@ def index_of_rows(rows, call):
 
 
 @triton.jit
-def choices_of_rows(rows, call):
-    """The choice of each row, numbered within the call: its row in ``picks``, (batch, kv_heads * PICKERS, choices, SLOTS)."""
+def picks_of_rows(rows, call):
+    """The row of each row's query in ``picks``, (batch, kv_heads * PICKERS, q_len, SLOTS)."""
     picker = rows.batch * call.kv_heads * call.C.PICKERS + rows.head // call.C.MEMBERS
-    return picker.to(tl.int64) * call.choices + rows.query // call.C.EVERY
+    return picker.to(tl.int64) * call.q_len + rows.query
 
 
 @triton.jit
-def is_picked(choice, exists, block, call):
-    """Whether a block is among the picks of each choice."""
+def is_picked(picks, exists, block, call):
+    """Whether a block is among the picks of each row. picks: from ``picks_of_rows``."""
     slot = tl.arange(0, call.C.PADDED)
     some = exists[:, None] & (slot < call.C.SLOTS)[None, :]
-    picked = tl.load(call.picks + choice[:, None] * call.C.SLOTS + slot[None, :], mask=some, other=-1)
+    picked = tl.load(call.picks + picks[:, None] * call.C.SLOTS + slot[None, :], mask=some, other=-1)
     return tl.max((picked == block).to(tl.int32), 1) != 0
 
 
@@ -254,16 +246,16 @@ def where_always_kept(values, otherwise, call, row, entry, query, key):
 
 
 @triton.jit
-def find_unpicked_pairs(row, step, rows, choice, call):
+def find_unpicked_pairs(row, step, rows, picks, call):
     """(the first key of a step through a row of what is always kept, which of its (rows, keys) are kept and in no picked block).
-    choice: from ``choices_of_rows``."""
+    picks: from ``picks_of_rows``."""
     SIZE: tl.constexpr = call.C.ALWAYS
     STEPS: tl.constexpr = SIZE // call.C.TILE_N
     start = step % STEPS * call.C.TILE_N
     position = tl.load(call.always.index + step // STEPS) * SIZE + start
     own = rows.exists & (rows.query // SIZE == row)
     query = tl.where(own, rows.query - row * SIZE, 0)
-    unpicked = own & ~is_picked(choice, rows.exists, position // call.C.BLOCK, call)
+    unpicked = own & ~is_picked(picks, rows.exists, position // call.C.BLOCK, call)
     kept = (causal_mask(rows, position, call) & unpicked[:, None]).to(tl.int32)
     key = start + tl.arange(0, call.C.TILE_N)
     return position, where_always_kept(kept, 0, call, row, step // STEPS, query[:, None], key[None, :]) != 0

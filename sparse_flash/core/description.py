@@ -1,0 +1,79 @@
+"""The description of a call, by which back ends accept or refuse it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .caches import E4M3
+from .eight_bits import EIGHT_BITS
+from .variant import LEARNED, ScoreFunction, Variant
+
+
+@dataclass(frozen=True)
+class Call:
+    """Describes a call without its tensors. Lengths are in tokens."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    block_size: int | None  # None: dense
+    deterministic: bool = False
+    features: tuple[str, ...] = ()  # ``Variant.features``, and ``EIGHT_BITS``
+    score_mod: ScoreFunction | None = None
+    v_head_dim: int = 0  # 0: head_dim, the one of q and k
+    score_params: tuple[torch.dtype, ...] = ()
+    softcap: float = 0.0  # 0: none
+    e4m3: bool = False  # whether k and v are
+
+    def __post_init__(self):
+        object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        block_size: int | None,
+        variant: Variant | None = None,
+        deterministic: bool = False,
+        precision: str | None = None,
+    ) -> Call:
+        """Describes the call on these tensors."""
+        return cls(
+            device=q.device,
+            dtype=q.dtype,
+            batch=q.shape[0],
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            q_len=q.shape[2],
+            kv_len=k.shape[2],
+            head_dim=q.shape[3],
+            block_size=block_size,
+            deterministic=deterministic,
+            features=(() if variant is None else variant.features) + (() if precision is None else (EIGHT_BITS,)),
+            score_mod=None if variant is None else variant.score_mod,
+            v_head_dim=v.shape[3],
+            score_params=() if variant is None else tuple(t.dtype for t in variant.score_params),
+            softcap=0.0 if variant is None else variant.softcap,
+            e4m3=k.dtype == E4M3,
+        )
+
+
+def feature_refusal(call: Call, carried: tuple[str, ...]) -> str | None:
+    """The refusal of a back end that supports only these features."""
+    features = [name for name in call.features if name not in (*carried, LEARNED)]
+    return f"it does not support {' and '.join(features)}" if features else None
+
+
+def eight_bits_refusal(call: Call) -> str | None:
+    """The refusal of a call in e4m3 with other features."""
+    features = [name for name in call.features if name != EIGHT_BITS]
+    return f"in {EIGHT_BITS} it does not support {' and '.join(features)}" if features else None
