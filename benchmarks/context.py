@@ -85,7 +85,7 @@ def masks(tokens: int) -> dict[str, sf.Pattern]:
 
 def sequence_of(case: ContextCase, device: torch.device, dtype: torch.dtype, ranks: int) -> DividedSequence:
     generator, pattern = torch.Generator(device).manual_seed(0), sf.parse(case.mask)
-    mask = sf.compile_mask(pattern, case.tokens, device=device, progress=False)
+    mask = sf.compile_mask(pattern, case.tokens, device=device)
     q, k, v = (
         torch.randn(1, heads, case.tokens, case.head_dim, generator=generator, device=device, dtype=dtype)
         for heads in (case.heads, case.kv_heads, case.kv_heads)

@@ -24,7 +24,6 @@ class BlockDiagonal(RunPattern):
     """Tokens of one chunk. block: tokens in a chunk. For chunks of different lengths use ``documents``."""
 
     block: Positive = 128
-    ordered_runs = True
 
     @property
     def shift_period(self):

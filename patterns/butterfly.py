@@ -17,8 +17,6 @@ specimen: butterfly()
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..masks.fields import Factors, Positive
 from ..masks.registry import register_pattern
 from ..masks.rules import UnitPattern
@@ -44,10 +42,3 @@ class Butterfly(UnitPattern):
         # Queries before the first key have negative units, which differ from every key's unit in the sign.
         kept = (differ >= 0) & (differ & (differ - 1) == 0)
         return kept if self.factors is None else kept & (differ < 1 << self.factors)
-
-    def unit_pairs(self, first, stop, cols):
-        digits = max(stop - 1, cols - 1, 0).bit_length()
-        flips = [0] + [1 << k for k in range(digits if self.factors is None else min(digits, self.factors))]
-        i = np.repeat(np.arange(max(first, 0), max(stop, 0)), len(flips))
-        j = i ^ np.tile(flips, len(i) // len(flips))
-        return i[j < cols], j[j < cols]

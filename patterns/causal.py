@@ -26,7 +26,6 @@ class Causal(RunPattern):
     more queries than keys, the first queries keep nothing."""
 
     shift_invariant = True
-    ordered_runs = True
 
     def row_runs(self, q):
         q = q[..., None]

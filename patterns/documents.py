@@ -33,24 +33,16 @@ class Documents(RunPattern):
     """
 
     cu_seqlens: tuple[Natural, ...]
-    ordered_runs = True
 
     def __post_init__(self):
         super().__post_init__()
         bounds = self.cu_seqlens
-        if len(bounds) < 2 or bounds[0] != 0:
+        ascends = all(bounds[k - 1] <= bounds[k] for k in range(1, len(bounds)))
+        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] == 0 or not ascends:
             raise ValueError(
-                f"documents: cu_seqlens must start with 0 and end with the number of tokens; got {bounds[:4]}; "
-                "for lengths take (0, *itertools.accumulate(lengths))"
+                "documents: cu_seqlens must start with 0, not decrease, and end with the number of tokens, at least 1; got "
+                f"{bounds[:9]}; for lengths take (0, *itertools.accumulate(lengths))"
             )
-        falls = next((k for k in range(1, len(bounds)) if bounds[k] < bounds[k - 1]), None)
-        if falls is not None:
-            raise ValueError(
-                f"documents: cu_seqlens must not decrease; got {bounds[falls - 1]}, then {bounds[falls]} at {falls}; "
-                "for lengths take (0, *itertools.accumulate(lengths))"
-            )
-        if bounds[-1] == 0:
-            raise ValueError(f"documents: cu_seqlens must end with the number of tokens, at least 1; got {bounds[:4]}")
         set_fields(self, cu_seqlens=tuple(dict.fromkeys(bounds)))
 
     @cached_property

@@ -16,7 +16,6 @@ from functools import cached_property
 import numpy as np
 
 from ..masks.fields import Positive, set_fields
-from ..masks.pattern import ADD_REST
 from ..masks.registry import register_pattern
 from ..masks.rules import UnitPattern
 
@@ -47,17 +46,9 @@ class FromBlocks(UnitPattern):
     def _array(self) -> np.ndarray:
         return np.array([[digit == "1" for digit in row] for row in self.blocks.split("/")])
 
-    @property
-    def uncovered_advice(self):
-        """Units before the first row of a wide array keep nothing."""
-        return ADD_REST if self._shift > 0 else None
-
     def named_tokens(self):
         cols = self._array.shape[1]
         return (cols - 1) * self.block + 1, cols * self.block
-
-    def named_queries(self, q, kv_len):
-        return (q >= self._shift * self.block) & super().named_queries(q, kv_len)
 
     @property
     def _shift(self) -> int:
@@ -69,12 +60,6 @@ class FromBlocks(UnitPattern):
         row = i - self._shift
         inside = (row >= 0) & (row < rows) & (j >= 0) & (j < cols)
         return inside & self._array[np.clip(row, 0, rows - 1), np.clip(j, 0, cols - 1)]
-
-    def unit_pairs(self, first, stop, cols):
-        row, j = np.nonzero(self._array)
-        i = row + self._shift
-        kept = (i >= first) & (i < stop) & (j < cols)
-        return i[kept], j[kept]
 
 
 def _as_text(blocks) -> str:

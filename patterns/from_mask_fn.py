@@ -40,7 +40,7 @@ class FromMaskFn(Pattern):
 
         if not callable(self.fn):
             raise TypeError(f"from_mask_fn: fn must be a function of (q, kv) index arrays; got {type(self.fn).__name__}")
-        way_out = "BlockMask.from_mask_mod takes one of (b, h, q_idx, kv_idx)"
+        way_out = "FlexAttention's create_block_mask takes one of (b, h, q, kv), and attention what that returns"
         check_parameters(self.fn, "from_mask_fn", ("q", "kv"), way_out)
 
     def __hash__(self):

@@ -26,7 +26,6 @@ class Full(RunPattern):
     """Every pair. Attention takes the dense path for it; in expressions it is the neutral element of ``&``."""
 
     shift_invariant = True
-    ordered_runs = True
 
     def row_runs(self, q):
         q = q[..., None]

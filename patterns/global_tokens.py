@@ -28,9 +28,6 @@ class GlobalTokens(RunPattern):
 
     tokens: Positive
 
-    def named_queries(self, q, kv_len):
-        return q < self.tokens
-
     def row_runs(self, q):
         q = q[..., None]
         return np.zeros_like(q), np.where((q >= 0) & (q < self.tokens), BEYOND, self.tokens)

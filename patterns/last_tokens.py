@@ -36,9 +36,6 @@ class LastTokens(Pattern):
     def bind_length(self, kv_len):
         return _Ending(max(0, kv_len - self.tokens))
 
-    def named_queries(self, q, kv_len):
-        return q >= kv_len - self.tokens
-
     def block_rule(self, grid):
         raise unknown_end_error(self)
 

@@ -25,7 +25,6 @@ class Local(RunPattern):
 
     window: Positive
     shift_invariant = True
-    ordered_runs = True
 
     def row_runs(self, q):
         q = q[..., None]

@@ -82,12 +82,6 @@ class Neighborhood(RunPattern):
     def named_tokens(self):
         return (prod(self.shape),) * 2
 
-    def length_refusal(self, q_len, kv_len, first=None):
-        found = super().length_refusal(q_len, kv_len, first)
-        if found and first is None and len(self.shape) > 1 and kv_len > prod(self.shape):
-            return f"{found}; for text beside a video or an image, tile_window over a VideoLayout with prefix= and suffix= has both"
-        return found
-
     def _windows(self, q):
         """On each axis (dilation, remainder, first, stop): a query keeps cells remainder + dilation * c, first <= c < stop."""
         ones = (1,) * len(self.shape)

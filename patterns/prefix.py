@@ -30,7 +30,6 @@ class Prefix(RunPattern):
     """
 
     tokens: Positive
-    ordered_runs = True
 
     def row_runs(self, q):
         q = q[..., None]

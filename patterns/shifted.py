@@ -2,7 +2,7 @@
 
 use: an image, a video or documents with other tokens, such as text, before or after them
 formula: q >= tokens and kv >= tokens and pattern(q - tokens, kv - tokens)
-specimen: shifted(neighborhood((48, 64), 13), 512, allow_uncovered=True)
+specimen: shifted(neighborhood((48, 64), 13), 512)
 
     .....
     .....        shifted(documents([0, 2, 3]), 2)
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..masks.fields import BEYOND, Natural, set_fields
 from ..masks.parsing import parse
-from ..masks.pattern import ADD_REST, DerivedPattern, Pattern
+from ..masks.pattern import DerivedPattern, Pattern
 from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern, move_pattern
 
@@ -28,31 +28,20 @@ class Shifted(DerivedPattern):
     """A pattern on the tokens from ``tokens`` on.
 
     pattern: a Pattern or its spec text, which counts positions from 0. tokens: where its position 0 is; 0 and more.
-    allow_uncovered: whether tokens that no pattern is about may keep nothing, and whether tokens that the pattern names may be
-    missing.
 
     The tokens before keep nothing and are seen by nothing, so another pattern says what they do, and so for tokens past a pattern
     that names how many it has: text, then a video, is ``global_tokens(n) | shifted(neighborhood(...), n)``; a video, then text, is
-    ``shifted(neighborhood(...), 0) | last_tokens(n)``. Compiling raises ValueError if there are queries that no pattern is about.
+    ``shifted(neighborhood(...), 0) | last_tokens(n)``. Tokens that the pattern names may be missing.
     """
 
     pattern: Pattern
     tokens: Natural
-    allow_uncovered: bool = False
 
     def __post_init__(self):
         set_fields(self, pattern=parse(self.pattern) if isinstance(self.pattern, str) else self.pattern)
         if not isinstance(self.pattern, Pattern):
             raise TypeError(f"shifted: pattern must be a Pattern or its spec text; got {type(self.pattern).__name__}")
-        if not isinstance(self.allow_uncovered, bool):
-            raise TypeError(f"shifted: allow_uncovered must be True or False; got {self.allow_uncovered!r}")
         super().__post_init__()
-
-    @property
-    def uncovered_advice(self):
-        if self.allow_uncovered:
-            return None
-        return f"{ADD_REST}; or pass allow_uncovered=True to shifted, if they are to keep nothing"
 
     @property
     def expression(self):
@@ -64,17 +53,6 @@ class Shifted(DerivedPattern):
     def bind_length(self, kv_len):
         bound = self.pattern.bind_length(kv_len - self.tokens)
         return self if bound == self.pattern else _From(self.tokens) & move_pattern(bound, self.tokens)
-
-    def length_refusal(self, q_len, kv_len, first=None):
-        if self.allow_uncovered:
-            return None
-        first = (first or 0) + self.tokens
-        return next(filter(None, (leaf.length_refusal(q_len, kv_len, first) for leaf in self.pattern.leaves())), None)
-
-    def named_queries(self, q, kv_len):
-        if self.allow_uncovered:
-            return np.ones(q.shape, bool)
-        return (q >= self.tokens) & self.pattern.named_queries(q - self.tokens, kv_len - self.tokens)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..masks.fields import BEYOND, Positive
+from ..masks.fields import Positive
 from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
-from .full import Full
 
 
 @register_pattern("sinks")
@@ -27,13 +26,6 @@ class Sinks(RunPattern):
     """The first ``tokens`` keys. StreamingLLM is ``causal & (sinks(4) | local(window))``."""
 
     tokens: Positive
-    ordered_runs = True
-
-    def named_queries(self, q, kv_len):
-        return np.zeros(q.shape, bool)
-
-    def move_by(self, by):
-        return Sinks(min(self.tokens + by, BEYOND)) if self.tokens + by > 0 else ~Full()
 
     def row_runs(self, q):
         q = q[..., None]

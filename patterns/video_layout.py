@@ -42,20 +42,11 @@ class OverTiles(UnitPattern):
     def block(self):
         return prod(self.layout.tile)
 
-    @property
-    def uncovered_advice(self):
-        advice = "leave keep_beside=False out, or add what the tokens beside the video keep, such as last_tokens(n)"
-        return None if self.keep_beside else f"{advice}: in tile order they are last"
-
     def named_tokens(self):
         return (self.layout.length,) * 2
 
-    def named_queries(self, q, kv_len):
-        named = self.layout.length if self.keep_beside else self.layout.tiled
-        return q < named
-
-    def length_refusal(self, q_len, kv_len, first=None):
-        found, layout = super().length_refusal(q_len, kv_len, first), self.layout
+    def length_refusal(self, q_len, kv_len):
+        found, layout = super().length_refusal(q_len, kv_len), self.layout
         if found and kv_len == layout.tokens:
             return (
                 f"tensors under {short_text(self)} must be in tile order, with {layout.length} tokens; got {kv_len}, as many as "

@@ -31,7 +31,7 @@ OTHERS = [
     "power_of_two(factors=4, block=32)",
     "radial(video_layout(7, 15, 30, tile=(1, 8, 8), suffix=9), anchors=2)",
     "random(0.2, seed=3, block=16)",
-    "shifted(documents((0, 70, 900, 2600)), 100, allow_uncovered=True) | global_tokens(100) | last_tokens(50)",
+    "shifted(documents((0, 70, 900, 2600)), 100) | global_tokens(100) | last_tokens(50)",
     "strided(6, block=16)",
     "tile_window(video_layout(7, 15, 30, tile=(2, 4, 8), prefix=5), (1, 3, 3), keep_beside=False)",
     "causal & (pooled(mass=0.7, block=64) | sinks(9))",
@@ -62,8 +62,7 @@ def golden(text: str) -> dict[str, str]:
 
 def _kept_pairs(text: str, tokens: int) -> np.ndarray:
     pattern = sf.parse(text)
-    if pattern.names_tokens():
-        pattern = pattern.map_leaves(lambda leaf: sf.shifted(leaf, 0, allow_uncovered=True) if leaf.named_tokens() else leaf)
+    pattern = pattern.map_leaves(lambda leaf: sf.shifted(leaf, 0) if leaf.named_tokens() else leaf)
     return sf.compile_mask(pattern, tokens, block_size=64).to_dense().numpy()
 
 

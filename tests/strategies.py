@@ -75,7 +75,7 @@ def _over_tiles(made, fields, rng: Random):
 
 def _shifted(rng: Random):
     inner = attempt(rng.choice(BARE), rng)
-    return None if inner is None else sf.shifted(inner, rng.randint(0, 300), allow_uncovered=True)
+    return None if inner is None else sf.shifted(inner, rng.randint(0, 300))
 
 
 BARE = [name for name in patterns.__all__ if name not in ("last_tokens", "shifted", "from_mask_fn")]
@@ -102,7 +102,7 @@ def attempt(name: str, rng: Random):
 
 def of_any_length(pattern):
     """The pattern, or where it names a number of tokens, one of the same meaning for sequences of other lengths."""
-    return sf.shifted(pattern, 0, allow_uncovered=True) if pattern.named_tokens() else pattern
+    return sf.shifted(pattern, 0) if pattern.named_tokens() else pattern
 
 
 by_name = {name: randoms.map(partial(attempt, name)).filter(lambda made: made is not None) for name in DRAWS}

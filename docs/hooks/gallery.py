@@ -40,7 +40,7 @@ def _mask(name: str, causal: bool = False) -> sf.BlockMask:
     pattern = eval(_specimen(name), vars(patterns))
     if causal:
         pattern = sf.causal() & pattern
-    return sf.compile_mask(pattern, TOKENS, block_size=BLOCK, progress=False)
+    return sf.compile_mask(pattern, TOKENS, block_size=BLOCK)
 
 
 def _thumbnail(mask: sf.BlockMask) -> bytes:

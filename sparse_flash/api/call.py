@@ -132,8 +132,6 @@ def build_call(
 
 def _check_table(call: AttentionCall, table: BlockMask) -> None:
     check_mask(table, call.q, call.k)
-    if not torch.compiler.is_compiling() and call.backend == "auto" and table.slow:  # in this order: graphs guard what they read
-        _warn_that_dense_is_as_fast()
 
 
 def _layouts_if_plain(
@@ -225,14 +223,5 @@ def _warn_that_later_keys_decide(within: str) -> None:
     warnings.warn(
         f"no query sees a later key under {short_text(within)}, but later keys change what the choosers beside it keep, so "
         f"training sees the future; write causal & {short_text(within)} & (...) (said once of each mask)",
-        stacklevel=callers_level(),
-    )
-
-
-@cached_until_cleared(1)
-def _warn_that_dense_is_as_fast() -> None:
-    warnings.warn(
-        "this mask is predicted to take as long as attention without a mask, or as mask='causal' if no query sees a later key; "
-        "sf.explain(mask) says what it visits (said of one mask only)",
         stacklevel=callers_level(),
     )

@@ -56,18 +56,6 @@ def with_fixed_lengths(tensor):
     return tensor
 
 
-def position_in_graph() -> tuple[tuple[tuple[str, int | None], ...], int, int] | None:
-    """Where torch.compile is in the code that it traces: (file and line of each call on the stack, number of the compiled function,
-    how often that was compiled before). None outside of torch.compile."""
-    from torch._guards import CompileContext, TracingContext
-
-    compiled = CompileContext.current_compile_id()
-    if compiled is None or compiled.frame_id is None or compiled.frame_compile_id is None or TracingContext.try_get() is None:
-        return None
-    calls = tuple((frame.filename, frame.lineno) for frame in TracingContext.extract_stack())
-    return calls, compiled.frame_id, compiled.frame_compile_id
-
-
 def keep_saved_tensors() -> None:
     """Lets a compiled backward pass run several times on one graph: it does not overwrite the tensors that forward saved."""
     import torch._functorch.config

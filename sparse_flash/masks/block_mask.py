@@ -9,31 +9,28 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-from ..compat.captured import check_parameters, state_of
+from ..compat.captured import state_of
 from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import mark_lengths_dynamic, outside_graphs, outside_inference, with_fixed_lengths
-from ..compat.names import PACKAGE
 from ..compat.pytorch import WeakIdKeyDictionary, fake_mode, is_recorded, plain_tensors
 from . import build, from_flex
 from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread, to_traceable
 from .coarsen import KERNEL_BLOCK, is_coarse_faster
 from .compiler import compile_tables
-from .costs import is_dense_as_fast
 from .document_blocks import document_blocks
 from .fit import check_fit
-from .from_flex import MaskFunction
-from .from_maps import check_integers, dense_tensors, map_from_lists, map_from_rows, select_by_maps
+from .from_maps import by_head, dense_tensors, select_by_maps
 from .grid import BlockGrid
 from .mask_tables import MaskTables
 from .memory import cached_until_cleared, register_clear
 from .parsing import parse
-from .pattern import Pattern, short_text
+from .pattern import Pattern
 from .table import MOST_DERIVED, KernelTables, Table, move_tables
 from .tall import tall_rows
 
@@ -47,21 +44,8 @@ register_clear(_flex_cache.clear)
 _MOST_KEPT_BLOCKS = 1 << 20  # of a remembered mask that keeps every block; some 60 bytes each
 
 
-def _public(names: Iterable[str]) -> list[str]:
-    """What ``dir`` shows of a BlockMask: what users read of it, and not what the package keeps with it."""
-    fields = "q_len kv_len block_size keeps_all mask_index by_query by_key tile_runs tile_bits device masks nbytes "
-    makers = "from_blocks from_bsr from_dense from_flex from_lists from_mask_mod per_batch per_head select to transpose "
-    contents = "density block_density block_states kept_blocks kept_keys to_dense is_causal equal"
-    return [name for name in names if name in (fields + makers + contents).split() or name.startswith("__")]
-
-
-class _ShowsPublicNames(type):
-    def __dir__(cls) -> list[str]:
-        return _public(super().__dir__())
-
-
 @dataclass(frozen=True, eq=False)
-class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
+class BlockMask(MaskTables):
     """Which blocks of the attention matrix to visit, and which pairs to keep in partial blocks.
 
     Create one with ``compile_mask``, ``BlockMask.from_blocks`` or ``BlockMask.per_head``. Immutable.
@@ -76,8 +60,6 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
     blocks, and for masks made at run time.
     from_host: whether the table was made on the host, once, so that others may be derived from it.
     document_order: whether the rows of both tables are in order of documents (``groups_of``); known for tables made on the host.
-    slow: whether dense attention, or causal attention if no query sees a later key, is predicted to be as fast; known of copies on
-    GPUs of masks made on the host.
 
     A full block lies entirely inside the lengths, so kernels need no bounds check there; a block cut off by the end of the queries
     or keys has a tile, even if it keeps all its pairs. Five lines decode the whole format::
@@ -90,7 +72,6 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
     """
 
     coarse: BlockMask | None = None
-    slow: bool = False
 
     # The mask whose blocks these are a choice of, made on the device: then launches are kept with that one, for all such masks.
     selected_from: ClassVar[BlockMask | None] = None
@@ -109,14 +90,6 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
             mark_lengths_dynamic(tensor, 0)
         if self.from_host and type(self.by_query.work) is torch.Tensor and not self.by_query.work.is_meta:
             _host_masks.setdefault(self.by_query.work.data_ptr(), self)
-
-    def _does_not_combine(self, *_: object) -> NoReturn:
-        raise TypeError(
-            "compiled masks do not combine; combine patterns with & | ~ and compile the result, or make a mask of to_dense() "
-            "tensors by BlockMask.from_dense"
-        )
-
-    __and__ = __rand__ = __or__ = __ror__ = __invert__ = _does_not_combine
 
     @classmethod
     def of_tables(cls, tables: MaskTables) -> BlockMask:
@@ -142,16 +115,7 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
         the host at its first use with these lengths, and cached: use it once before capturing a graph. The table has room for every
         block that ``within`` keeps, as the host does not know the number kept.
         """
-        if not isinstance(blocks, torch.Tensor):
-            raise TypeError(f"blocks must be a bool tensor; got {type(blocks).__name__}; use torch.tensor(...)")
-        if blocks.dtype != torch.bool or blocks.dim() not in (2, 4):
-            raise ValueError(
-                "blocks must be a bool tensor of shape (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks); "
-                f"got {blocks.dtype} of shape {tuple(blocks.shape)}; compare or use .bool()"
-            )
-        if 0 in blocks.shape:
-            raise ValueError(f"blocks must not be empty; got shape {tuple(blocks.shape)}")
-        blocks = blocks if blocks.dim() == 4 else blocks[None, None]
+        blocks = by_head("blocks", blocks, "q_blocks, kv_blocks")
         q_blocks, kv_blocks = blocks.shape[2:]
         if q_blocks == kv_blocks:  # of self-attention: one length is both
             q_len, kv_len = (kv_len or None) if q_len is None else q_len, q_len if kv_len is None else kv_len
@@ -164,56 +128,6 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
                 f"{block_size} are {grid.q_blocks} x {grid.kv_blocks}"
             )
         return from_block_maps(blocks, grid, resolve_within(within, grid, blocks.device))
-
-    @staticmethod
-    @outside_inference
-    def from_lists(
-        kv_indices: torch.Tensor,
-        kv_counts: torch.Tensor,
-        block_size: int,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        within: MaskLike | None = None,
-    ) -> BlockMask:
-        """A mask from lists of the blocks of keys that each block of queries keeps, on the device of the lists.
-
-        kv_indices: (batch | 1, heads | 1, q_blocks, n) or (q_blocks, n) int32 or int64. Row r keeps the blocks of keys
-        kv_indices[..., r, : kv_counts[..., r]], in any order; entries past the count may hold anything.
-        kv_counts: (batch | 1, heads | 1, q_blocks) or (q_blocks,) int32 or int64, 0 to n. The queries of a count of 0 return 0.
-        block_size: tokens on a side of a block. q_len: tokens; whole blocks by default. kv_len: tokens; q_len by default.
-        within: which pairs of those blocks to keep, as for ``from_blocks``.
-
-        Like ``from_blocks``, it needs no host synchronization and is safe under CUDA graphs. Raises ValueError for CPU tensors with
-        a block beyond the keys or a count beyond n. Values on a GPU are not checked: blocks beyond the keys are left out.
-        """
-        check_integers(("kv_indices", "kv_counts"), kv_indices, kv_counts)
-        grid = _grid_of_rows(kv_indices.shape[-2] if kv_indices.dim() > 1 else 1, block_size, q_len, kv_len)
-        return BlockMask.from_blocks(map_from_lists(kv_indices, kv_counts, grid.shape), block_size, grid.q_len, grid.kv_len, within)
-
-    @staticmethod
-    @outside_inference
-    def from_bsr(
-        crow_indices: torch.Tensor,
-        col_indices: torch.Tensor,
-        block_size: int,
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        within: MaskLike | None = None,
-    ) -> BlockMask:
-        """A mask from compressed rows of kept blocks (BSR), on the device of these tensors.
-
-        For a torch.sparse_bsr tensor t, pass ``t.crow_indices()`` and ``t.col_indices()``; every stored block is kept, whatever its
-        values. FlashInfer calls the two indptr and indices.
-        crow_indices: (q_blocks + 1,) or (batch | 1, heads | 1, q_blocks + 1) int32 or int64. Row r keeps the blocks of keys
-        col_indices[..., crow_indices[..., r] : crow_indices[..., r + 1]], in any order.
-        col_indices: (nnz,) or (batch | 1, heads | 1, nnz) int32 or int64; entries past the last row's may hold anything.
-        block_size, q_len, kv_len, within: as for ``from_lists``. So are the errors, and it needs no host synchronization either.
-        """
-        check_integers(("crow_indices", "col_indices"), crow_indices, col_indices)
-        grid = _grid_of_rows(crow_indices.shape[-1] - 1 if crow_indices.dim() else 1, block_size, q_len, kv_len)
-        return BlockMask.from_blocks(
-            map_from_rows(crow_indices, col_indices, grid.shape), block_size, grid.q_len, grid.kv_len, within
-        )
 
     @staticmethod
     @outside_graphs
@@ -234,49 +148,13 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
         that it lists as partial. A flex_attention rule counts queries from 0, and so does this mask, whatever the lengths:
         alignment at the end belongs to patterns, not to tables. A ``score_mod`` is not part of a mask.
 
-        A mask without a token rule has None or PyTorch's ``noop_mask`` as its ``mask_mod``. It is converted like the lists of
-        ``from_lists``: without host synchronization, also in CUDA graphs and compiled code. The sides of its blocks may be any
-        multiples of 16, as its blocks are divided into square ones that tables support.
+        A mask without a token rule has None or PyTorch's ``noop_mask`` as its ``mask_mod``. It is converted like the map of
+        ``from_blocks``: without host synchronization, also in CUDA graphs and compiled code.
         """
         if from_flex.keeps_listed_blocks(mask):
             blocks, grid = from_flex.map_from_flex(mask)
             return from_block_maps(blocks, grid, dense_mask(grid, blocks.device))
         return BlockMask.of_tables(from_flex.from_flex(mask)).to(mask.kv_indices.device)
-
-    @staticmethod
-    @outside_graphs
-    def from_mask_mod(
-        mask_mod: MaskFunction,
-        batch: int | None,
-        heads: int | None,
-        q_len: int,
-        kv_len: int | None = None,
-        block_size: int = 128,
-        device: Device | None = None,
-        *,
-        progress: bool | None = None,
-    ) -> BlockMask:
-        """The mask of a FlexAttention mask function, as for ``create_block_mask``: every pair for which it is true.
-
-        mask_mod: called with (b, h, q_idx, kv_idx), 0-d int64 tensors, under torch.vmap; returns a bool tensor. It may look up
-        numbers in tensors on ``device``. Queries count from 0, as in FlexAttention, whatever the lengths: alignment at the end
-        belongs to patterns, not to tables.
-        batch, heads: how many of each; None for one shared mask. q_len, kv_len: tokens; kv_len defaults to q_len.
-        device: where the function is evaluated and the table is stored; the CPU by default.
-        progress: whether to show a progress bar; None shows one above 2^28 pairs.
-
-        It evaluates every pair, once for each batch entry and head that the function distinguishes, in bounded memory: 65,536
-        tokens are 4 billion pairs, which take a minute or so on a CPU and seconds on a GPU. Equal masks of several heads are stored
-        once. A pattern avoids this cost: ``compile_mask`` handles causal masks, windows and documents of a million tokens.
-
-        Raises TypeError or ValueError for an unsuitable function.
-        """
-        if not callable(mask_mod):
-            raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx); got {type(mask_mod).__name__}")
-        check_parameters(mask_mod, "from_mask_mod", ("b", "h", "q_idx", "kv_idx"), "from_mask_fn takes one of (q, kv)")
-        grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-        device = torch.device(device or "cpu")
-        return BlockMask.of_tables(from_flex.from_mask_mod(mask_mod, batch, heads, grid, device, progress)).to(device)
 
     @staticmethod
     @outside_graphs
@@ -292,19 +170,22 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
         masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the given lengths and block
         size, or for the lengths and block size of the first BlockMask in the list. Raises ValueError where lengths differ.
         """
-        return _join_masks("per_head", masks, q_len, kv_len, block_size, device)
-
-    @staticmethod
-    @outside_graphs
-    def per_batch(
-        masks: Iterable[MaskLike],
-        q_len: int | None = None,
-        kv_len: int | None = None,
-        block_size: int = 128,
-        device: Device | None = None,
-    ) -> BlockMask:
-        """One mask per sequence of a batch, for all heads; otherwise as ``per_head``."""
-        return _join_masks("per_batch", masks, q_len, kv_len, block_size, device)
+        if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
+            raise TypeError(f"per_head needs a list of patterns or masks; got {type(masks).__name__}")
+        masks = [from_flex_cached(mask) if isinstance(mask, FlexMask) else mask for mask in masks]
+        if not masks:
+            raise ValueError("per_head needs at least one pattern or mask; got an empty list")
+        first = next((m for m in masks if isinstance(m, BlockMask)), None)
+        if first is not None:
+            for length, given, own in (("q_len", q_len, first.q_len), ("kv_len", kv_len, first.kv_len)):
+                if given is not None and given != own:
+                    raise ValueError(f"per_head got {length}={given} and a mask of {own}; leave {length} out, or compile for it")
+            q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
+            device = device or first.device
+        keys = [item if isinstance(item, (Pattern, str)) else id(item) for item in masks]
+        distinct = dict(zip(keys, masks, strict=True))
+        compiled = {key: as_block_mask(item, q_len, kv_len, block_size).to("cpu") for key, item in distinct.items()}
+        return BlockMask.of_tables(build.from_heads([compiled[key] for key in keys], 1, len(keys))).to(device or "cpu")
 
     @outside_graphs
     def select(self, head: int = 0, batch: int = 0) -> BlockMask:
@@ -393,18 +274,13 @@ class BlockMask(MaskTables, metaclass=_ShowsPublicNames):
 
     def _copied_to(self, device: torch.device) -> BlockMask:
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
-        coarse, slow = self.coarse and self.coarse.to(device), self.slow
-        if self.from_host and self.device.type == "cpu" and (table := self.kernel_table(True)):
-            slow = is_dense_as_fast(table)
-        return replace(moved, coarse=coarse, from_host=self.from_host, document_order=self.document_order, slow=slow)
+        coarse = self.coarse and self.coarse.to(device)
+        return replace(moved, coarse=coarse, from_host=self.from_host, document_order=self.document_order)
 
     def kernel_table(self, on_gpu: bool) -> BlockMask | None:
         """Returns what a back end iterates over: on a GPU the coarse mask, if there is one; None if every pair is kept."""
         mask = self.coarse if on_gpu and self.coarse is not None else self
         return None if mask.keeps_all else mask
-
-    def __dir__(self) -> list[str]:
-        return _public(super().__dir__())
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -455,9 +331,6 @@ def compile_mask(
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
     grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-    longest = max(grid.q_len, grid.kv_len)
-    if longest >= 2**31:  # kernels count tokens in 32 bits, and the table's rows alone would take tens of gigabytes
-        raise ValueError(f"q_len and kv_len must be at most 2^31 - 1 tokens; got {longest:,}; split the sequence")
     check_fit(pattern, grid.q_len, grid.kv_len)
     return BlockMask.of_tables(compile_tables(pattern.bind_length(grid.kv_len), grid, progress)).to(device or "cpu")
 
@@ -465,13 +338,7 @@ def compile_mask(
 def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: Device) -> BlockMask:
     """``compile_mask`` for sequences of up to these lengths (a cache, documents): a pattern may name any number of tokens."""
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
-    try:
-        return BlockMask.of_tables(compile_tables(pattern, BlockGrid(q_len, kv_len, block_size), None)).to(device)
-    except IndexError as error:
-        raise ValueError(
-            f"{short_text(pattern, 200)} must take positions up to {kv_len - 1}, as lengths are rounded up here; it failed: {error}"
-            f"; make the data that it reads {kv_len} long, or clamp positions to them"
-        ) from error
+    return BlockMask.of_tables(compile_tables(pattern, BlockGrid(q_len, kv_len, block_size))).to(device)
 
 
 def as_block_mask(
@@ -485,38 +352,6 @@ def as_block_mask(
             raise ValueError(f"q_len is needed to compile {mask}; pass q_len=... or a compiled mask")
         return compile_mask(mask, q_len, kv_len, block_size, device)
     return convert_foreign_mask(mask)
-
-
-def _join_masks(
-    name: str, masks: Iterable[MaskLike], q_len: int | None, kv_len: int | None, block_size: int, device: Device | None
-) -> BlockMask:
-    """``BlockMask.per_head`` and ``per_batch``, by name."""
-    if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
-        raise TypeError(f"{name} needs a list of patterns or masks; got {type(masks).__name__}")
-    masks = [from_flex_cached(mask) if isinstance(mask, FlexMask) else mask for mask in masks]
-    if not masks:
-        raise ValueError(f"{name} needs at least one pattern or mask; got an empty list")
-    first = next((m for m in masks if isinstance(m, BlockMask)), None)
-    if first is not None:
-        for length, given, own in (("q_len", q_len, first.q_len), ("kv_len", kv_len, first.kv_len)):
-            if given is not None and given != own:
-                raise ValueError(f"{name} got {length}={given} and a mask of {own}; leave {length} out, or compile the mask for it")
-        q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
-        device = device or first.device
-    keys = [item if isinstance(item, (Pattern, str)) else id(item) for item in masks]
-    distinct = dict(zip(keys, masks, strict=True))
-    compiled = {key: as_block_mask(item, q_len, kv_len, block_size).to("cpu") for key, item in distinct.items()}
-    shape = (1, len(keys)) if name == "per_head" else (len(keys), 1)
-    return BlockMask.of_tables(build.from_heads([compiled[key] for key in keys], *shape)).to(device or "cpu")
-
-
-def _grid_of_rows(rows: int, block_size: int, q_len: int | None, kv_len: int | None) -> BlockGrid:
-    """The grid for lists of this many blocks of queries. Raises ValueError if q_len has another number of blocks."""
-    q_len = rows * block_size if q_len is None else q_len
-    grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-    if grid.q_blocks != rows:
-        raise ValueError(f"q_len must have {rows} blocks of {block_size} queries, as many as there are rows; got {q_len}")
-    return grid
 
 
 def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask:
@@ -547,22 +382,14 @@ def resolve_within(within: MaskLike | None, grid: BlockGrid, device: torch.devic
 
 def _suggest_fix(mask: object) -> str:
     """How to make a mask of another type; empty if there is no advice."""
-    if any(base.__module__.endswith((".masks.pattern", ".masks.block_mask")) for base in type(mask).__mro__):
-        return f" of {type(mask).__module__}, another copy of the package than {PACKAGE}; pass spec text, or make the mask here"
-    if type(mask).__name__ == "CausalBias":
-        return "; use 'causal', which aligns the last query with the last key"
     if isinstance(mask, torch.Tensor):
         return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
-    if type(mask).__name__ == "BlockSelection":  # its module imports this one
-        return "; a selection by query goes to attention, or as select= to SparseAttention"
-    if type(mask).__name__ == "PackedSelection":
-        return "; a selection of packed documents goes to attention_varlen"
     if isinstance(mask, (list, tuple)):
         return "; use per_head for a pattern of each head, BlockMask.per_head for compiled masks, per_batch for each sequence"
     if isinstance(mask, type):
         return f" {mask.__name__} itself; call it for a pattern"
     if callable(mask):
-        return "; use from_mask_fn for a function of positions (q, kv), BlockMask.from_mask_mod for one of (b, h, q_idx, kv_idx)"
+        return "; use from_mask_fn for a function of positions (q, kv), FlexAttention's create_block_mask for one of (b, h, q, kv)"
     return "; use 'full' to keep every pair" if mask is None else ""
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .coarsen import merge_blocks
+from .from_maps import by_head
 from .grid import BlockGrid, concat_ranges
 from .mask_tables import MaskTables
 from .table import Entries, FullBlocks, build_table, finish_table, pad_to_two, sort_entries
@@ -50,14 +51,7 @@ def _keeps_all(grid: BlockGrid, full: FullBlocks, entries: Entries, pool: TilePo
 
 def from_dense(kept: torch.Tensor, block_size: int) -> MaskTables:
     """The tables of ``BlockMask.from_dense``, on the CPU."""
-    if not isinstance(kept, torch.Tensor):
-        raise TypeError(f"kept must be a bool tensor; got {type(kept).__name__}; use torch.tensor(...)")
-    if kept.dtype != torch.bool or kept.dim() not in (2, 4) or 0 in kept.shape:
-        raise ValueError(
-            "kept must be a bool tensor of shape (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len), none of it 0; got "
-            f"{kept.dtype} of shape {tuple(kept.shape)}; compare or use .bool()"
-        )
-    dense = (kept if kept.dim() == 4 else kept[None, None]).cpu().numpy()
+    dense = by_head("kept", kept, "q_len, kv_len").cpu().numpy()
     batch, heads, q_len, kv_len = dense.shape
     grid = BlockGrid(q_len, kv_len, block_size)
     pool = TilePool(block_size)
@@ -167,8 +161,7 @@ def in_blocks_of(mask: MaskTables, block_size: int) -> MaskTables:
         raise ValueError(f"block_size must be a multiple of the mask's {mask.block_size}; got {block_size}")
     pool, single = TilePool(block_size), []
     for number in range(mask.masks):
-        full, entries = merge_blocks(mask, number, pool)
-        single.append(from_entries(grid, entries, pool, full))
+        single.append(from_entries(grid, merge_blocks(mask, number, pool), pool))
     return _stack_masks(single, mask.mask_index.cpu()).having(keeps_all=mask.keeps_all)
 
 

@@ -21,11 +21,12 @@ from .parsing import parse, text_of
 from .pattern import And, DerivedPattern, Or, Pattern, PerBatch, PerHead, short_text
 from .registry import list_registered, register_pattern
 
+_SAMPLED_TOKENS, _SAMPLED_PAIRS = 1 << 17, 1 << 16  # of a mask that names no number of tokens; see ``find_unstated_causal``
+
 CHOOSER = TypeVar("CHOOSER", bound="Chooser")
 RULES = ("keep", "mass", "floor", "budget")
 BLOCK_SIZES = (64, 128)
 DEFAULT_BLOCK = 128
-_SAMPLED_TOKENS, _SAMPLED_PAIRS = 1 << 17, 1 << 16  # of a mask that names no number of tokens; see ``find_unstated_causal``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:
 
 
 def list_choosers() -> list[str]:
-    """Returns the registered names of choosers, sorted: built-in choosers, the user's, and choosers of installed packages."""
+    """Returns the registered names of choosers, sorted: built-in choosers and the user's."""
     return list_registered(chooses=True)
 
 

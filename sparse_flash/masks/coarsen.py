@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import reduce
-
 import numpy as np
 
 from .costs import BLOCK as KERNEL_BLOCK
-from .costs import PORTABLE_MARGIN, Counts
-from .grid import FULL, BlockGrid, BlockRuns, concat_ranges
+from .costs import PORTABLE_MARGIN, both_passes_us
+from .grid import BlockGrid, concat_ranges
 from .mask_tables import MaskTables
-from .table import Entries, FullBlocks, PartialBlocks
+from .table import Entries, PartialBlocks
 from .tiles import TilePool, dense_batches, unique_rows
 
 SMALL_BLOCKS = 64, 32, 16
@@ -33,46 +31,22 @@ def is_coarse_faster(mask: MaskTables) -> bool:
         blocks += full.blocks + len(partial.rows)
         # Sorting is many times faster than np.unique, which hashes.
         visited += int(np.count_nonzero(np.diff(np.sort(parents), prepend=-1)))
-    own = Counts(mask.block_size, mask.grid.q_blocks * mask.masks, blocks)
-    coarse = Counts(KERNEL_BLOCK, wide.q_blocks * mask.masks, visited)
+    own = both_passes_us(mask.block_size, mask.grid.q_blocks * mask.masks, blocks)
+    coarse = both_passes_us(KERNEL_BLOCK, wide.q_blocks * mask.masks, visited)
     margin = PORTABLE_MARGIN if mask.block_size < 64 else 1
-    return bool(blocks) and margin * coarse.both_passes_us < own.both_passes_us
+    return bool(blocks) and margin * coarse < own
 
 
-def merge_blocks(mask: MaskTables, number: int, pool: TilePool) -> tuple[FullBlocks, Entries]:
-    """Merges a stored mask's kept blocks to the size of ``pool``: (blocks that are full in all their parts, the other blocks). Time
-    is proportional to the runs of full blocks and to the other blocks."""
-    wide, factor = BlockGrid(mask.q_len, mask.kv_len, pool.block), pool.block // mask.block_size
-    runs, others = [], []
+def merge_blocks(mask: MaskTables, number: int, pool: TilePool) -> Entries:
+    """A stored mask's kept blocks, merged to the size of ``pool``."""
+    wide, factor, parts = BlockGrid(mask.q_len, mask.kv_len, pool.block), pool.block // mask.block_size, []
     for full, partial in mask.bands(number, factor):
-        whole = FullBlocks(wide.shape, *_covered(full, factor, wide.shape).row_runs(FULL))
-        rows, cols = _find_uncovered(full, whole, factor)
+        lengths = full.stop - full.first
+        rows, cols = np.repeat(full.rows, lengths), concat_ranges(full.first, lengths)
         zero = np.zeros(len(rows), np.int64)
         children = PartialBlocks(*map(np.concatenate, zip((rows, cols, zero, zero), partial, strict=True)))
-        runs.append(whole[1:])
-        others.append(_merge_children(mask, children, wide.kv_blocks, pool))
-    found = FullBlocks(wide.shape, *map(np.concatenate, zip(*runs, strict=True)))
-    return found, Entries.join(others)
-
-
-def _covered(full: FullBlocks, factor: int, shape: tuple[int, int]) -> BlockRuns:
-    """The larger blocks, in a grid of this shape, that lie in these runs with all of their rows of blocks."""
-    rows, row_within = np.divmod(full.rows, factor)
-    first, stop = -(-full.first // factor), full.stop // factor
-    chosen = ((row_within == number) & (stop > first) for number in range(factor))
-    return reduce(BlockRuns.__and__, (BlockRuns.from_row_runs(shape, rows[k], first[k], stop[k], np.array(FULL)) for k in chosen))
-
-
-def _find_uncovered(full: FullBlocks, whole: FullBlocks, factor: int) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks that lie in no larger one of ``whole``: rows, cols, (n,) int64 each."""
-    if len(whole.rows):
-        here = BlockRuns.from_row_runs(full.shape, *full[1:], np.array(FULL))
-        lines = whole.rows[:, None] * factor + np.arange(factor)
-        first, stop = (bound[:, None] * factor for bound in (whole.first, whole.stop))
-        inside = BlockRuns.from_row_runs(full.shape, lines, first, stop, np.array(FULL))
-        full = FullBlocks(full.shape, *(here & ~inside).row_runs(FULL))
-    lengths = full.stop - full.first
-    return np.repeat(full.rows, lengths), concat_ranges(full.first, lengths)
+        parts.append(_merge_children(mask, children, wide.kv_blocks, pool))
+    return Entries.join(parts)
 
 
 def _merge_children(mask: MaskTables, children: PartialBlocks, wide_cols: int, pool: TilePool) -> Entries:

@@ -3,13 +3,12 @@
 1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
 2. Blocks that are still partial are decided by their tokens. In each block only the leaves that are partial *there* matter, so the
    expression is simplified for each combination of leaf states. Blocks that must be alike are found before any pair is evaluated:
-   on one diagonal for distance rules, by equal runs for rules made of runs, by keys that a rule gives (``block_keys``).
+   on one diagonal for distance rules, by keys that a rule gives (``block_keys``).
 3. A block found empty is dropped and one found full is promoted, so the table depends only on the mask's meaning.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import reduce
 from typing import cast
@@ -19,10 +18,9 @@ import numpy as np
 from .build import check_blocks, from_entries, from_heads
 from .chooser import Chooser
 from .fields import BEYOND
-from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
-from .hints import Runs
+from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .mask_tables import MaskTables
-from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, short_text
+from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, Runs, short_text
 from .progress import progress_bar
 from .rules import block_states
 from .table import Entries, FullBlocks
@@ -30,14 +28,11 @@ from .tiles import TilePool, dense_batches, pack_runs, runs_to_dense, unique_row
 
 _CHUNK = 1 << 14  # partial blocks decided at a time
 _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
-_MANY_IN_A_ROW = 4  # blocks of a row to decide, on average, from which on it pays to find blocks that are alike
-_ENTRY_BYTES = 16  # a column and a tile, in the table by query and in that by key
-_LARGE_TABLE = 1 << 32  # bytes above which a warning names the size of a table
 _UNDECIDED = -3  # not the number of a tile, nor EMPTY_TILE or FULL_TILE
 _MOST_RUNS = 256  # runs per query beyond which evaluating tokens is as fast
 
 
-def compile_tables(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> MaskTables:
+def compile_tables(pattern: Pattern, grid: BlockGrid, progress: bool | None = None) -> MaskTables:
     """The tables of a pattern, on the CPU."""
     for leaf in pattern.leaves():
         if isinstance(leaf, Chooser):
@@ -62,22 +57,10 @@ class _Compilation:
 
     def run(self) -> MaskTables:
         states = self.pattern.map_leaves(self.leaf_states)
-        self.check_size(states.count(FULL))  # before it takes memory
+        check_blocks(states.count(FULL))  # before they take memory
         whole, cut = self.separate_cut_blocks(states)
         entries = Entries.join([*cut, *self.decide_blocks(states)])
         return from_entries(self.grid, entries, self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
-
-    def check_size(self, full: int) -> None:
-        """Raises ValueError for more full blocks than a table can number; warns if they take gigabytes."""
-        check_blocks(full)
-        if full * _ENTRY_BYTES > _LARGE_TABLE:
-            size, most = self.grid.block_size, max(BLOCK_SIZES)
-            way_out = f"; blocks of {most} take about {(most // size) ** 2} times less" if size < most else ""
-            warnings.warn(
-                f"the table of {short_text(self.pattern)} has {full:,} full blocks of {size} tokens, which take "
-                f"{full * _ENTRY_BYTES / 2**30:.1f} GiB{way_out}",
-                stacklevel=7,
-            )
 
     def leaf_states(self, leaf: Pattern) -> BlockRuns:
         if leaf not in self.leaves:
@@ -138,44 +121,13 @@ class _Compilation:
 
     def decide_distinct(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles of these blocks. Of the blocks that the rule tells to be alike, one is evaluated."""
-        if _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
-            evaluate, signature = self.tiles_from_tokens, _block_keys(rule, self.grid, rows, cols)
-        else:
-            # In order: no start and no end of a run decreases from one query to the next.
-            ordered = all(leaf.ordered_runs for leaf in rule.leaves())
-            evaluate, signature = self.tiles_from_runs, self.run_signature(rule, rows, cols) if ordered else None
-        if signature is None:
-            return evaluate(rule, rows, cols)
-        first, alike = unique_rows(np.column_stack([signature, self.grid.heights(rows), self.grid.widths(cols)]))
-        return evaluate(rule, rows[first], cols[first])[alike]
-
-    def run_signature(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-        """(blocks, numbers) integers under a rule of ordered runs: blocks with equal numbers and sizes keep the same pairs. A
-        document has as many blocks at its edges as it has rows and columns, and few of them differ.
-
-        If the first and the last query of a block keep the same keys of the block, all of its queries do. Then the numbers are
-        where the runs begin and end in the block, and 0. Otherwise the numbers are -1, and a last one that blocks of one row share
-        if no run starts or ends within them or between them.
-        """
-        size, start = self.grid.block_size, cols * self.grid.block_size
-        distinct, row = np.unique(rows, return_inverse=True)
-        ends = np.concatenate(cast(Runs, _row_runs(rule, self.grid.q_ends(distinct))), axis=2)
-        within = (ends[row] - start[:, None, None]).clip(0, self.grid.widths(cols)[:, None, None])
-        signature = np.column_stack([within[:, 0], np.zeros_like(rows)])
-        varying = np.flatnonzero((within[:, 0] != within[:, 1]).any(1))
-        signature[varying, :-1] = -1
-        signature[varying, -1] = -1 - varying  # like no other block
-        rows_of_varying, local = np.unique(row[varying], return_inverse=True)
-        if len(varying) > _MANY_IN_A_ROW * len(rows_of_varying):
-            runs = _row_runs(rule, self.grid.q_positions(distinct[rows_of_varying]))
-            edges = np.concatenate(cast(Runs, runs), axis=2).reshape(len(rows_of_varying), -1).clip(0, self.grid.kv_len)
-            offset = np.arange(len(edges))[:, None] * (self.grid.kv_len + 1)  # so that a row and a position make one number
-            edges = (np.sort(edges, axis=1) + offset).ravel()
-            first = start[varying] + offset[local, 0]
-            edges_before = np.searchsorted(edges, first, side="right")
-            crossed = (np.searchsorted(edges, first + size) > edges_before) | (self.grid.widths(cols[varying]) < size)
-            signature[varying, -1] = np.where(crossed, signature[varying, -1], edges_before)
-        return signature
+        if _row_runs(rule, self.grid.q_positions(rows[:1])) is not None:
+            return self.tiles_from_runs(rule, rows, cols)
+        keys = _block_keys(rule, self.grid, rows, cols)
+        if keys is None:
+            return self.tiles_from_tokens(rule, rows, cols)
+        first, alike = unique_rows(np.column_stack([keys, self.grid.heights(rows), self.grid.widths(cols)]))
+        return self.tiles_from_tokens(rule, rows[first], cols[first])[alike]
 
     def tiles_from_runs(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles of these blocks by the runs of their queries, of some rows at a time, so that memory stays bounded."""

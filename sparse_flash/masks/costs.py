@@ -6,81 +6,34 @@ the backward pass: columns) are spread over the multiprocessors.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-
-from .mask_tables import MaskTables
 
 BLOCK, HEAD_DIM = 128, 128  # of dense calls; of calls whose head_dim is not known yet, on which choices hardly depend
 COPY_RATE = 2.7e6  # bytes per microsecond of an H100
 PORTABLE_MARGIN = 1.5  # the gain for which masks leave the portable kernels, whose times rest on few measurements
-_LEAST_GAIN = 1.05  # of a mask over dense attention: times are a few percent off
-_MOST_KEPT = 0.9  # of the pairs of dense attention
 _MULTIPROCESSORS = 132
-# (backward, block size) -> microseconds of a multiprocessor at head_dim 128: (a row's start and end, a full block, a partial
-# block), of the portable kernels for blocks of 16 and 32. Fitted by non-negative least squares of relative errors to 1,460 passes
-# of the peers' tables and of calls drawn at random.
+# (backward, block size) -> microseconds of a multiprocessor at HEAD_DIM: (a row's start and end, a full block, a partial block); of
+# Hopper's kernels, and for blocks of 32 and 16 of the portable ones. Fitted by non-negative least squares of relative errors to
+# 1,460 passes of the peers' tables and of calls drawn at random.
 _TIMES = {
     (False, 128): (2.47, 1.51, 1.94),
     (False, 64): (0.94, 0.49, 0.63),
-    (True, 128): (10.3, 4.56, 5.0),
-    (True, 64): (4.63, 1.73, 2.03),
     (False, 32): (0.721, 0.295, 0.505),
     (False, 16): (0.147, 0.102, 0.198),
+    (True, 128): (10.3, 4.56, 5.0),
+    (True, 64): (4.63, 1.73, 2.03),
     (True, 32): (2.16, 0.971, 1.57),
     (True, 16): (0.387, 0.269, 0.478),
 }
 
 
-class Counts(NamedTuple):
-    """Counts of what a pass iterates over in a head: rows, full and partial blocks."""
-
-    block_size: int
-    rows: int
-    full: float
-    partial: float = 0.0
-
-    @classmethod
-    def of_mask(cls, mask: MaskTables) -> Counts:
-        """Returns the mean over heads. mask: on the host."""
-        ptr, split_at = mask.by_query.row_ptr.numpy(), mask.by_query.row_split[..., 0].numpy()
-        rows = np.stack([split_at - ptr[:, :-1], ptr[:, 1:] - split_at], -1)
-        full, partial = rows.sum(1)[mask.mask_index.flatten().numpy()].mean(0)
-        return cls(mask.block_size, rows.shape[1], full, partial)
-
-    @classmethod
-    def dense(cls, q_len: int, kv_len: int, causal: bool) -> Counts:
-        """Returns the counts of dense attention, or of causal attention."""
-        first, blocks = np.arange(0, q_len, BLOCK), -(-kv_len // BLOCK)
-        full = visited = np.full(len(first), blocks)
-        if causal:
-            offset = first + kv_len - q_len
-            full, visited = (np.clip((offset + more) // BLOCK, 0, blocks) for more in (1, 2 * BLOCK - 1))
-        return cls(BLOCK, len(first), full.sum(), (visited - full).sum())
-
-    @property
-    def both_passes_us(self) -> float:
-        """Returns the microseconds of both passes of a head, if programs on all multiprocessors have work."""
-        return sum(row_us(backward, *self) for backward in (False, True))
+def both_passes_us(block_size: int, rows: float, full: float, partial: float = 0.0) -> float:
+    """Returns the microseconds of both passes of a head, if programs on all multiprocessors have work."""
+    return sum(row_us(backward, block_size, rows, full, partial) for backward in (False, True))
 
 
 def row_us(backward: bool, block_size: int, rows: float, full: float, partial: float = 0.0) -> float:
     """Returns the microseconds of a pass over rows with so many blocks in all, if all multiprocessors have work."""
     size = min(block_size, BLOCK)
-    times = _TIMES[backward, size] * (block_size // size) ** np.array((1, 2, 2))
+    times = np.array(_TIMES[backward, size]) * (block_size // size) ** np.array((1, 2, 2))
     return float(np.dot(times, (rows, full, partial))) / _MULTIPROCESSORS
-
-
-def is_dense_as_fast(mask: MaskTables) -> bool:
-    """Whether a mask gains nothing over the call without it, which is causal attention if no visited block lies past the diagonal.
-    False for a mask that keeps nearly as many pairs: its user expects no gain. mask: on the host."""
-    size, offset, ptr = mask.block_size, mask.kv_len - mask.q_len, mask.by_query.row_ptr.numpy().astype(np.int64)
-    last = np.maximum.reduceat(np.append(mask.by_query.col_idx.numpy(), 0), ptr[:, :-1].ravel()).reshape(len(ptr), -1)
-    end = np.arange(1, ptr.shape[1]) * size + offset  # where causal attention ends, in each row
-    causal = bool(((ptr[:, 1:] == ptr[:, :-1]) | (last * size < end)).all())
-    dense = Counts.dense(mask.q_len, mask.kv_len, causal)
-    if dense.both_passes_us >= _LEAST_GAIN * Counts.of_mask(mask).both_passes_us:
-        return False
-    pairs = np.clip(np.arange(mask.q_len) + offset + 1, 0, mask.kv_len).sum() if causal else mask.q_len * mask.kv_len
-    return bool(mask.density * mask.q_len * mask.kv_len <= _MOST_KEPT * pairs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .costs import BLOCK, Counts
+from .costs import BLOCK, both_passes_us
 from .grid import concat_ranges
 from .mask_tables import MaskTables
 from .table import ROW, Entries, KernelTables, Table, build_table, sort_entries
@@ -36,7 +36,7 @@ def document_tables(
 def document_blocks(mask: MaskTables) -> KernelTables | None:
     """The ``document_tables`` of one mask of as many queries as keys, in blocks of BLOCK, on the CPU; None where kernels are
     predicted to gain less."""
-    runs = single_runs(mask) if _may_have_documents(mask.by_query) else None
+    runs = single_runs(mask)
     if runs is None:
         return None
     first_token = _documents(*runs)
@@ -71,24 +71,7 @@ def _use_starts(table: Table, starts: torch.Tensor) -> Table:
 
 def _estimate_time(is_partial: np.ndarray, rows: int) -> float:
     partial = int(np.count_nonzero(is_partial))
-    return Counts(BLOCK, rows, len(is_partial) - partial, partial).both_passes_us
-
-
-def _may_have_documents(by_query: Table) -> bool:
-    """Whether the blocks leave room for a second document. One that starts with block r has none to the left of r in its row or
-    below; one that starts inside r has no full one to the left of r in its row, nor one up to r below. Not looked for inside the
-    last block, which the end may leave without full ones: such a document saves nothing."""
-    ptr, split, cols = (t.numpy() for t in (by_query.row_ptr[0], by_query.row_split[0], by_query.col_idx))
-    begin, end = np.stack([ptr[:-1], *split.T]), np.stack([*split.T, ptr[1:]])  # of full, run and bit entries, each in order
-    full, *others = np.where(begin < end, cols[np.minimum(begin, len(cols) - 1)], len(ptr))
-    other, row = np.minimum(*others), np.arange(len(full))
-
-    def from_here(first: np.ndarray) -> np.ndarray:
-        return np.minimum.accumulate(first[::-1])[::-1]
-
-    starts_with = from_here(np.minimum(full, other))[1:] >= row[1:]
-    starts_inside = (full >= row) & (np.append(from_here(np.minimum(full - 1, other))[1:], len(row)) >= row)
-    return bool(starts_with.any() or starts_inside[:-1].any())
+    return both_passes_us(BLOCK, rows, len(is_partial) - partial, partial)
 
 
 def single_runs(mask: MaskTables) -> tuple[np.ndarray, np.ndarray] | None:

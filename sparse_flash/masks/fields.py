@@ -15,7 +15,7 @@ import dataclasses
 import math
 from numbers import Real
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, TypeAlias, Union, get_args, get_origin
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Limit(NamedTuple):
     """The values that one field of a pattern takes. optional: None too."""
 
     field: str
-    form: Literal["integer", "integers", "share"]
+    form: str  # "integer", "integers" or "share"
     least: int
     most: int
     optional: bool
@@ -58,20 +58,16 @@ def limits_of(cls: type) -> tuple[str, tuple[Limit, ...], bool]:
     return vars(cls).get("name") or cls.__qualname__, tuple(filter(None, limits)), None not in limits
 
 
-def _limit_of(
-    field: str, annotation: Any, form: Literal["integer", "integers"] = "integer", optional: bool = False
-) -> Limit | None:
+def _limit_of(field: str, annotation: Any) -> Limit | None:
     """None for a type without a range, and for one in quotes."""
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin in (Union, UnionType):
-        others = [one for one in inner if one is not type(None)]
-        return _limit_of(field, others[0], form, True) if len(others) == 1 else None
-    if origin is tuple and inner[1:] == (...,):
-        return _limit_of(field, inner[0], "integers", optional)
-    if origin is not Annotated:
-        return None
-    ranges = [one for one in inner[1:] if isinstance(one, Range)]
-    return Limit(field, "share" if inner[0] is float else form, ranges[0].least, ranges[0].most, optional) if ranges else None
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    optional = len(kinds) == 2 and kinds[1] is type(None)
+    kind = kinds[0] if optional else annotation
+    is_tuple = get_origin(kind) is tuple and get_args(kind)[1:] == (...,)
+    number, *rest = get_args(get_args(kind)[0] if is_tuple else kind) or (None,)
+    ranges = [one for one in rest if isinstance(one, Range)]
+    form = "integers" if is_tuple else "share" if number is float else "integer"
+    return Limit(field, form, ranges[0].least, ranges[0].most, optional) if ranges else None
 
 
 def check_fields(pattern: object) -> bool:
@@ -102,15 +98,12 @@ def _check_value(pattern: str, value: object, limit: Limit) -> Any:
         if not isinstance(values, (tuple, list)):
             raise ValueError(f"{pattern}: {limit.field} must be a sequence of integers; got {values!r}")
         return tuple(positive_int(pattern, f"{limit.field}[{k}]", one, limit.least) for k, one in enumerate(values))
-    if (limit.optional or limit.most < BEYOND) and isinstance(value, (int, np.integer)) and value > limit.most:
-        way_out = "; None is no limit" if limit.optional else ""
-        raise ValueError(f"{pattern}: {limit.field} must be at most {limit.most}; got {value}{way_out}")
-    return positive_int(pattern, limit.field, value, limit.least)
+    return positive_int(pattern, limit.field, value, limit.least, limit.most)
 
 
-def positive_int(pattern: str, name: str, value: object, least: int = 1) -> int:
-    """``value`` as an int from ``least`` to 2^62, so that arithmetic on positions cannot overflow; raises ValueError."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value <= BEYOND:
-        most = " and at most 2**62" if isinstance(value, int) and value > BEYOND else ""
-        raise ValueError(f"{pattern}: {name} must be an integer of at least {least}{most}; got {value!r}")
+def positive_int(pattern: str, name: str, value: object, least: int = 1, most: int = BEYOND) -> int:
+    """``value`` as an int from ``least`` to ``most``, so that arithmetic on positions cannot overflow; raises ValueError."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
+        bound = f" and at most {'2**62' if most == BEYOND else most}" if isinstance(value, int) and value > most else ""
+        raise ValueError(f"{pattern}: {name} must be an integer of at least {least}{bound}; got {value!r}")
     return int(value)

@@ -107,68 +107,34 @@ def dense_tensors(grid: BlockGrid, device: torch.device) -> list[torch.Tensor]:
     return [mask_index, *by_query, *by_key, torch.stack(runs), tile_bits]
 
 
-def map_from_lists(
-    indices: torch.Tensor, counts: torch.Tensor, shape: tuple[int, int], names: tuple[str, str] = ("kv_indices", "kv_counts")
-) -> torch.Tensor:
-    """The block map of lists, (batch | 1, heads | 1, *shape) bool; see ``from_lists``. names: what errors call the two tensors."""
-    check_integers(names, indices, counts)
-    if indices.dim() not in (2, 4) or counts.shape != indices.shape[:-1] or counts.shape[-1] != shape[0]:
-        raise ValueError(
-            f"{names[0]} must have shape (batch | 1, heads | 1, {shape[0]}, n) or ({shape[0]}, n), a row for each block of "
-            f"queries, and {names[1]} the same without n; got {tuple(indices.shape)} and {tuple(counts.shape)}"
-        )
-    if indices.dim() == 2:
-        indices, counts = indices[None, None], counts[None, None]
+def map_from_lists(indices: torch.Tensor, counts: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The block map of lists of blocks of keys, (batch | 1, heads | 1, *shape) bool, made by operations of fixed shapes.
+
+    indices: (batch | 1, heads | 1, q_blocks, n) integers; a row's entries past its count may hold anything. counts: without n.
+    shape: (q_blocks, kv_blocks). Values on a GPU are not checked: blocks beyond the keys are left out.
+    """
+    if indices.shape[2] != shape[0]:
+        raise ValueError(f"kv_indices must have a row for each of {shape[0]} blocks of queries; got shape {tuple(indices.shape)}")
     entry, row = (torch.arange(n, device=indices.device) for n in (indices.shape[3], shape[0]))
-    if _can_read_values(counts.device) and bool(((counts < 0) | (counts > len(entry))).any()):
-        raise ValueError(f"{names[1]} must be 0 to {len(entry)}, the length of lists; got {counts.min()} to {counts.max()}")
-    return _map_from_positions(row[:, None], indices, entry < counts[..., None], shape, names[0])
-
-
-def map_from_rows(crow: torch.Tensor, col: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """The block map of compressed rows, (batch | 1, heads | 1, *shape) bool; see ``from_bsr``. shape: (q_blocks, kv_blocks)."""
-    if crow.dim() not in (1, 3) or col.dim() != crow.dim() or col.shape[:-1] != crow.shape[:-1]:
-        raise ValueError(
-            "crow_indices must have shape (q_blocks + 1,) or (batch | 1, heads | 1, q_blocks + 1), and col_indices the same with "
-            f"nnz as its last number; got {tuple(crow.shape)} and {tuple(col.shape)}"
-        )
-    if crow.dim() == 1:
-        crow, col = crow[None, None], col[None, None]
-    stop, entry = crow[..., 1:].contiguous(), torch.arange(col.shape[2], dtype=crow.dtype, device=col.device)
-    if _can_read_values(crow.device) and bool(((crow[..., :1] != 0) | (crow.diff() < 0) | (stop > len(entry))).any()):
-        raise ValueError(
-            f"crow_indices must start with 0, not decrease, and end with at most {len(entry)}, the number of col_indices; got "
-            f"{crow.min()} to {crow.max()}"
-        )
-    row = torch.searchsorted(stop, entry.repeat(*crow.shape[:2], 1), right=True)
-    return _map_from_positions(row, col, row < shape[0], shape, "col_indices")
-
-
-def _map_from_positions(
-    row: torch.Tensor, col: torch.Tensor, listed: torch.Tensor, shape: tuple[int, int], name: str
-) -> torch.Tensor:
-    """A block map that is True at (row, col) of each listed entry, made by operations of fixed shapes. row, col, listed:
-    broadcast to (batch | 1, heads | 1, ...). Returns (batch | 1, heads | 1, *shape) bool."""
-    q_blocks, kv_blocks = shape
-    exists = (col >= 0) & (col < kv_blocks)
-    if _can_read_values(col.device) and bool((listed & ~exists).any()):
-        beyond = col[listed & ~exists][0]
-        raise ValueError(f"{name} must be blocks of keys, 0 to {kv_blocks - 1}; got {beyond}; pass the kv_len of these blocks")
+    listed, exists = entry < counts[..., None], (indices >= 0) & (indices < shape[1])
+    if _can_read_values(indices.device) and bool((listed & ~exists).any()):
+        raise ValueError(f"kv_indices must be blocks of keys, 0 to {shape[1] - 1}; got {indices[listed & ~exists][0]}")
     # Other entries go to one element past the map.
-    index = torch.where(listed & exists, row * kv_blocks + col, q_blocks * kv_blocks)
-    kept = torch.zeros((*index.shape[:2], q_blocks * kv_blocks + 1), dtype=torch.bool, device=col.device)
+    index = torch.where(listed & exists, row[:, None] * shape[1] + indices, shape[0] * shape[1])
+    kept = torch.zeros((*index.shape[:2], shape[0] * shape[1] + 1), dtype=torch.bool, device=indices.device)
     return kept.scatter_(2, index.flatten(2), True)[..., :-1].unflatten(2, shape)
 
 
-def check_integers(names: tuple[str, str], *tensors: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless these are int32 or int64 tensors on one device. names: what errors call them."""
-    for name, tensor in zip(names, tensors, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be an integer tensor; got {type(tensor).__name__}; use torch.tensor(...)")
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32 or int64; got {tensor.dtype}; use .to(torch.int32)")
-        if tensor.device != tensors[0].device:
-            raise ValueError(f"{name} must be on {tensors[0].device}, as {names[0]} is; got one on {tensor.device}; use .to(...)")
+def by_head(name: str, kept: object, sides: str) -> torch.Tensor:
+    """A bool tensor as (batch | 1, heads | 1, ...). sides: the names of its last two dimensions. Raises TypeError or ValueError."""
+    if not isinstance(kept, torch.Tensor):
+        raise TypeError(f"{name} must be a bool tensor; got {type(kept).__name__}; use torch.tensor(...)")
+    if kept.dtype != torch.bool or kept.dim() not in (2, 4) or 0 in kept.shape:
+        raise ValueError(
+            f"{name} must be a bool tensor of shape ({sides}) or (batch | 1, heads | 1, {sides}), none of it 0; got "
+            f"{kept.dtype} of shape {tuple(kept.shape)}; compare or use .bool()"
+        )
+    return kept if kept.dim() == 4 else kept[None, None]
 
 
 def _can_read_values(device: torch.device) -> bool:

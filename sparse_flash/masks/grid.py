@@ -190,10 +190,6 @@ class BlockRuns:
     def __invert__(self) -> BlockRuns:
         return BlockRuns(self.shape, self.starts, (FULL - self.states).astype(np.int8))
 
-    def where_equal(self, other: BlockRuns) -> BlockRuns:
-        """The states where both agree; partial elsewhere."""
-        return self._combine(other, lambda mine, theirs: np.where(mine == theirs, mine, PARTIAL).astype(np.int8))
-
     def at(self, index: np.ndarray) -> np.ndarray:
         """The states of the blocks with these row-major indices, int8."""
         return self.states[np.searchsorted(self.starts, index, side="right") - 1]

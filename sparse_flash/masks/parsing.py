@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ..compat.constants import constant_in_graphs
 from .memory import cached_until_cleared
 from .pattern import And, Or, Pattern
-from .registry import pattern_class, suggest_names
+from .registry import pattern_class
 from .spec import SpecError, split_tokens
 
-# Readers and writers call themselves for each level, and deeper text would reach Python's limit on calls.
-MOST_NESTED = 100
 _LAYOUT_WORD = re.compile(r"(?<![\w.])layout(?![\w.])(?!\s*[=(])")
 _CONSTANTS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 
@@ -61,7 +57,7 @@ class _Reader:
     """Reads the tokens of spec text in order; a method for each rule of the notation (see ``spec``)."""
 
     def __init__(self, text: str):
-        self.text, self.tokens, self.next, self.nested = text, split_tokens(text), 0, 0
+        self.text, self.tokens, self.next = text, split_tokens(text), 0
 
     def fail(self, expected: str) -> NoReturn:
         kind, value, column = self.tokens[self.next]
@@ -74,19 +70,6 @@ class _Reader:
         self.next += 1
         return token, column
 
-    @contextmanager
-    def one_deeper(self, mark: str, column: int) -> Iterator[None]:
-        self.nested += 1
-        if self.nested > MOST_NESTED:
-            raise SpecError(
-                f"{mark!r} is nested more than {MOST_NESTED} deep; leave out what changes nothing, such as '~~' and '((', or "
-                "combine patterns with & | ~ in Python",
-                self.text,
-                column,
-            )
-        yield
-        self.nested -= 1
-
     def expression(self) -> Pattern:
         return self.chain("|", Or.of, lambda: self.chain("&", And.of, self.factor))
 
@@ -97,12 +80,10 @@ class _Reader:
         return operands[0] if len(operands) == 1 else combine(*operands)
 
     def factor(self) -> Pattern:
-        if mark := self.accept("mark", "~"):
-            with self.one_deeper(*mark):
-                return ~self.factor()
-        if mark := self.accept("mark", "("):
-            with self.one_deeper(*mark):
-                inner = self.expression()
+        if self.accept("mark", "~"):
+            return ~self.factor()
+        if self.accept("mark", "("):
+            inner = self.expression()
             return inner if self.accept("mark", ")") else self.fail("')'")
         if name := self.accept("name"):
             return self.call(*name)
@@ -120,8 +101,7 @@ class _Reader:
         try:
             return cls(*positional, **keyword)
         except (TypeError, ValueError) as error:
-            message = _argument_refusal(cls, name, positional, keyword) or str(error)
-            raise SpecError(message, self.text, column) from error
+            raise SpecError(str(error), self.text, column) from error
 
     def items(self, closing: str, read_item: Callable[[], None]) -> None:
         """Reads items between commas, and the mark that closes them."""
@@ -152,8 +132,7 @@ class _Reader:
     def value(self) -> Any:
         kind, token, column = self.tokens[self.next]
         if self.is_expression():
-            with self.one_deeper(token, column):
-                return self.expression()
+            return self.expression()
         self.next += 1
         if kind == "name":
             return _CONSTANTS[token]
@@ -164,8 +143,7 @@ class _Reader:
                 raise SpecError(f"cannot read {token!r} as a {kind}", self.text, column) from None
         if token in ("(", "["):
             values: list[Any] = []
-            with self.one_deeper(token, column):
-                self.items(")" if token == "(" else "]", lambda: values.append(self.value()))
+            self.items(")" if token == "(" else "]", lambda: values.append(self.value()))
             return tuple(values)
         self.next -= 1
         return self.fail("a number, a string, True, False, None, a pattern or a tuple of them")
@@ -173,26 +151,4 @@ class _Reader:
 
 def _read_number(text: str) -> int | float:
     """Returns the number. Raises ValueError for what Python would not read either. torch.compile can trace this."""
-    digits = text.lstrip("-")
-    if not digits.replace("_", "").isdigit():
-        return float(text)
-    if digits.startswith("0") and digits.strip("0_"):
-        raise ValueError(f"{text} has a leading 0")
-    return int(text)
-
-
-def _argument_refusal(cls: type[Pattern], name: str, positional: list[Any], keyword: dict[str, Any]) -> str | None:
-    """Says what is wrong with the arguments' names or number; None if nothing is."""
-    signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
-    named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    # The signature without the limits of its fields.
-    shown = name + re.sub(r"(?:typing\.)?Annotated\[(\w+), [^]]*\]", r"\1", str(signature))
-    for argument in keyword:
-        if not (takes_any or argument in named):
-            return f"{shown}: unknown argument {argument!r}; {suggest_names(argument, named)}"
-    try:
-        signature.bind(*positional, **keyword)
-    except TypeError as error:
-        return f"{shown}: {error}"
-    return None
+    return int(text) if text.lstrip("-").replace("_", "").isdigit() else float(text)

@@ -8,23 +8,24 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import chain
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import numpy as np
 
 from ..compat.constants import constant_in_graphs
 from . import spec
 from .fields import check_fields, set_fields
-from .hints import CompilerHints
+from .grid import BlockGrid, BlockRuns, SparseMatrix
 
-# The advice of errors where patterns leave queries out.
-ADD_REST = "add what they keep, such as global_tokens(n) for the first tokens and last_tokens(n) for the last"
+# The starts and the ends of runs of keys.
+Runs: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
-class Pattern(CompilerHints):
+class Pattern:
     """Base class of patterns. Subclass it as a frozen dataclass and define ``token_rule``.
 
         @sparse_flash.register_pattern("ring")
@@ -35,17 +36,17 @@ class Pattern(CompilerHints):
             def token_rule(self, q, kv):
                 return (q - kv) % self.period == 0
 
-    The rest may be left out. A pattern for one number of tokens, as a grid is, says so by ``named_tokens``. What makes compiling
-    faster is in ``CompilerHints``: a ``block_rule`` if whole blocks can be ruled in or out, without which every block is evaluated;
-    ``shift_invariant`` if the rule depends only on ``q - kv``. A pattern made of whole blocks may define only a ``block_rule``.
+    The rest may be left out. A pattern for one number of tokens, as a grid is, says so by ``named_tokens``. ``block_rule``,
+    ``row_runs``, ``block_keys`` and ``shift_invariant``, that the rule depends only on ``q - kv``, make compiling faster and change
+    no table: each must agree with ``token_rule``. Without a block rule every block is evaluated. A pattern made of whole blocks may
+    define only that.
 
     Fields are hashable, as tables are looked up by their pattern: tuples, not lists or arrays. Others raise a TypeError. Equal
     patterns, which share tables, have equal fields of one kind: 1, 1.0 and True differ.
     """
 
     name: ClassVar[str | None] = None
-    # The advice of errors where the pattern is about some queries and no pattern is about the others; None: it is about all.
-    uncovered_advice: ClassVar[str | None] = None
+    shift_invariant: ClassVar[bool] = False  # then blocks on one diagonal are equal, and one of them is evaluated
     chooses: ClassVar[bool] = False  # whether it is a chooser, which keeps blocks by the content of q and k
     hides_padding: ClassVar[bool] = False  # whether it keeps no padding of its ``layout``, which is such a pattern itself
     from_spec: ClassVar[Callable[[str], Pattern]]  # ``parse``: module ``parsing``, which knows all classes, sets it
@@ -69,47 +70,56 @@ class Pattern(CompilerHints):
         """
         raise NotImplementedError(f"{type(self).__name__} defines no token_rule, and some of its blocks are partial")
 
+    def block_rule(self, grid: BlockGrid) -> BlockRuns | SparseMatrix | None:
+        """States of the grid's blocks (1 partial, 2 full) as a (q_blocks, kv_blocks) scipy.sparse matrix or a BlockRuns, or None if
+        only the tokens of blocks tell them apart.
+
+        It may call an empty or full block partial: compiling evaluates the tokens of partial blocks.
+        """
+        return None
+
+    def block_keys(self, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
+        """Keys of these blocks, (blocks, numbers) integers, or None. Blocks with equal keys keep equal pairs: one is evaluated."""
+        return None
+
+    def row_runs(self, q: np.ndarray) -> Runs | None:
+        """The keys that each query keeps, as runs [first, stop) of positions, or None if that is not a natural form.
+
+        q: any shape S of int64 positions. Returns two int64 arrays of shape (*S, runs); the runs of a query are ascending and
+        disjoint; a run with stop <= first is empty.
+        """
+        return None
+
+    @property
+    def shift_period(self) -> int | None:
+        """The token rule repeats when both positions move by this many tokens; None if it need not."""
+        return 1 if self.shift_invariant else None
+
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
+        shape = (*q.shape, kv.shape[1])
+        return evaluate_rule(self, "the token rule", self.token_rule, (q[:, :, None], kv[:, None, :]), shape)
+
     def named_tokens(self) -> tuple[int, int] | None:
         """The least and the greatest length of the sequences that the pattern is for, if it names a number of tokens, as a grid
         does; None if it is for any length. Compiling it for another length raises ValueError."""
         return None
 
-    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
-        """Which queries the pattern is about: bool of the shape of q, their positions. Beside a pattern that is about some tokens
-        alone, as by ``shifted``, others must be about the other queries."""
-        named = self.named_tokens()
-        return np.ones(q.shape, bool) if named is None else q < named[1]
-
-    def length_refusal(self, q_len: int, kv_len: int, first: int | None = None) -> str | None:
-        """Why the pattern is not for these lengths, or None. first: the token at which ``shifted`` lets it start. With fewer
-        queries than keys, as in decoding, the last tokens that it names may be yet to come."""
+    def length_refusal(self, q_len: int, kv_len: int) -> str | None:
+        """Why the pattern is not for these lengths, or None. With fewer queries than keys, as in decoding, the last tokens that it
+        names may be yet to come."""
         least, most = self.named_tokens() or (0, kv_len)
-        tokens = kv_len - (first or 0)
-        if tokens < 0 and q_len >= kv_len:
-            return (
-                f"{short_text(self)} must start within the sequence; the sequence has {kv_len} tokens, the pattern starts at "
-                f"{first}; shift it by fewer, or pass shifted(pattern, {first}, allow_uncovered=True)"
-            )
-        if tokens < least and q_len >= kv_len:
-            way_out = f"name fewer, or pass shifted(pattern, {first or 0}, allow_uncovered=True) if the last are yet to come"
-        elif first is None and tokens > most:
-            way_out = (
-                "name all; or pass shifted(pattern, n), where the pattern starts at token n, and what the other tokens keep, such "
-                "as global_tokens(n) before it and last_tokens(n) after it; or shifted(pattern, 0, allow_uncovered=True), if they "
-                "are to keep nothing"
-            )
-        else:
+        if least <= kv_len <= most or (kv_len < least and q_len < kv_len):
             return None
-        where = "of the sequence" if first is None else f"from token {first} on"
-        return f"{short_text(self)} must name the {tokens} tokens {where}; it names {most}; {way_out}"
+        return (
+            f"{short_text(self)} must name the {kv_len} tokens of the sequence; it names {most}; name all; or pass "
+            "shifted(pattern, n), which starts at token n and keeps nothing elsewhere, and what the other tokens keep, such as "
+            "global_tokens(n) before it and last_tokens(n) after it"
+        )
 
     def leaves(self) -> Iterator[Pattern]:
         """The patterns that an expression is composed of."""
         yield self
-
-    def names_tokens(self) -> bool:
-        """Whether some of ``leaves`` is for certain tokens alone."""
-        return any(leaf.uncovered_advice or leaf.named_tokens() for leaf in self.leaves())
 
     def map_leaves(self, change: Callable[[Pattern], Any]) -> Any:
         """The expression with ``change`` of each pattern that it is composed of: values with ``& | ~``, such as bool arrays."""
@@ -118,10 +128,6 @@ class Pattern(CompilerHints):
     def bind_length(self, kv_len: int) -> Pattern:
         """The pattern for sequences of this many keys: another one if it counts tokens from the end."""
         return self
-
-    def move_by(self, by: int) -> Pattern | None:
-        """A pattern of the same kind with position 0 at position ``by``, right for keys from there on; None if there is none."""
-        return None
 
     def to_spec(self) -> str:
         """Canonical spec text: equal patterns have equal text, and ``Pattern.from_spec`` reads it back."""
@@ -191,21 +197,11 @@ def _check_hashable(pattern: Pattern) -> None:
     """Raises TypeError if tables cannot be looked up by this pattern."""
     try:
         hash(pattern)
-        return
-    except TypeError:
-        owner = own_name(type(pattern)) or type(pattern).__qualname__
-    for field in dataclasses.fields(pattern):
-        try:
-            hash(value := getattr(pattern, field.name) if field.compare else None)
-        except TypeError:
-            raise TypeError(
-                f"{owner}: {field.name} must be hashable, as tables are looked up by their pattern; got "
-                f"{type(value).__name__}; pass tuples instead of lists and arrays, also within tuples"
-            ) from None
-    raise TypeError(
-        f"{type(pattern).__qualname__} must be hashable, as tables are looked up by their pattern; make it a frozen "
-        "dataclass: @dataclass(frozen=True)"
-    )
+    except TypeError as error:
+        raise TypeError(
+            f"{own_name(type(pattern)) or type(pattern).__qualname__} must be hashable, as tables are looked up by their pattern; "
+            f"{error}; pass tuples instead of lists and arrays, and make it a frozen dataclass: @dataclass(frozen=True)"
+        ) from None
 
 
 def _equal(pattern: Pattern, other: object) -> bool:
@@ -221,6 +217,34 @@ def _equality_key(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(map(_equality_key, value))
     return isinstance(value, (bool, np.bool_)), isinstance(value, (float, np.floating)), value
+
+
+@contextmanager
+def explain_array_errors(pattern: object, rule: str) -> Iterator[None]:
+    """Errors of a rule that does not take arrays name it and say what to write; others are the user's own, and pass."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if "array" not in str(error):  # as NumPy says it: the truth value of an array, only 0-dimensional arrays
+            raise
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(
+            f"{rule} of {pattern} failed on arrays of positions: {error} (use NumPy's functions, and & | ~ instead of and, or, not)"
+        ) from error
+
+
+def evaluate_rule(
+    pattern: object, name: str, rule: Callable[..., Any], positions: tuple[np.ndarray, ...], shape: tuple[int, ...]
+) -> np.ndarray:
+    """Evaluates a rule at these positions: bool of this shape. Raises TypeError or ValueError for a result of another form."""
+    with explain_array_errors(pattern, name):
+        # A rule may change its arguments in place, and other rules get the same positions.
+        kept = np.asarray(rule(*(one.copy() for one in positions)))
+    if kept.dtype != bool:
+        raise TypeError(f"{name} of {pattern} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
+    try:
+        return np.broadcast_to(kept, shape)
+    except ValueError:
+        raise ValueError(f"{name} of {pattern} must broadcast to {shape}; it returned {kept.shape}") from None
 
 
 class DerivedPattern(Pattern):
@@ -242,9 +266,6 @@ class DerivedPattern(Pattern):
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return self.expand_expression().token_rule(q, kv)
-
-    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
-        return self.expand_expression().named_queries(q, kv_len)
 
     def leaves(self) -> Iterator[Pattern]:
         return self.expand_expression().leaves()
@@ -291,7 +312,7 @@ class _Composite(_Expression):
     def of(cls, *operands: Pattern) -> Pattern:
         if kinds := {type(o) for o in operands if isinstance(o, PerEntry)}:
             if len(kinds) > 1:
-                raise ValueError("per_head and per_batch do not combine; got both in one expression; use BlockMask.from_mask_mod")
+                raise ValueError("per_head and per_batch do not combine; got both in one expression")
             counts, kind = {len(o.patterns) for o in operands if isinstance(o, PerEntry)}, kinds.pop()
             if len(counts) > 1:
                 raise ValueError(f"{kind.name}: patterns must be for as many {kind.entry}s to combine; got {sorted(counts)}")
@@ -311,9 +332,6 @@ class _Composite(_Expression):
 
     def __hash__(self) -> int:
         return hash((self.symbol, self.operands)) if self._hash is None else self._hash
-
-    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
-        return reduce(self.combine, (p.named_queries(q, kv_len) for p in self.operands))
 
     def leaves(self) -> Iterator[Pattern]:
         return chain.from_iterable(p.leaves() for p in self.operands)
@@ -380,11 +398,6 @@ class And(_Composite):
 
     symbol = "&"
     combine = operator.and_
-
-    def named_queries(self, q: np.ndarray, kv_len: int) -> np.ndarray:
-        # sinks(4) & shifted(...) is about the queries that shifted is about.
-        limits = (p.named_queries(q, kv_len) for p in self.operands if p.names_tokens())
-        return reduce(np.logical_and, limits, np.ones(q.shape, bool))
 
 
 class Or(_Composite):

@@ -1,25 +1,19 @@
-"""The registry of pattern classes by name: built-in classes, the user's classes and classes of installed packages."""
+"""The registry of pattern classes by name: built-in classes and the user's."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import sys
-import warnings
 from collections.abc import Callable
-from importlib import metadata
 from typing import TypeVar
 
-from ..compat.constants import constant_in_graphs
-from ..compat.names import PACKAGE
 from . import spec
 from .memory import clear_memories
-from .pattern import Pattern, PerBatch, PerHead, own_name
+from .pattern import Pattern, PerBatch, PerHead
 
-ENTRY_POINT_GROUP = f"{PACKAGE}.patterns"  # other packages offer patterns to the installed package, not to a copy of it
 PATTERN = TypeVar("PATTERN", bound="Pattern")
 _registry: dict[str, type[Pattern]] = {}
-_entry_points_read = False
 
 
 def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
@@ -61,39 +55,18 @@ def _qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-@constant_in_graphs
-def _read_entry_points() -> None:
-    """Loads what other packages offer, once, on first use of the registry rather than at import."""
-    global _entry_points_read
-    if _entry_points_read:
-        return
-    _entry_points_read = True
-    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            loaded = entry.load()
-            if isinstance(loaded, type) and not (issubclass(loaded, Pattern) and own_name(loaded)):
-                register_pattern(entry.name)(loaded)
-        except Exception as error:
-            # One broken plug-in must not disable the others; the warning names it.
-            warnings.warn(f"pattern plug-in {entry.name!r} ({entry.value}) could not be loaded: {error}", stacklevel=3)
-
-
 def list_patterns() -> list[str]:
-    """The registered names, sorted: built-in patterns, the user's patterns and patterns of installed packages."""
+    """The registered names, sorted: built-in patterns and the user's."""
     return list_registered(chooses=False)
 
 
 def list_registered(chooses: bool) -> list[str]:
     """The registered names of choosers or of other patterns, sorted."""
-    _read_entry_points()
     return sorted(name for name, cls in _registry.items() if cls.chooses == chooses)
 
 
 def pattern_class(name: str) -> type[Pattern]:
     """The class registered under ``name``. Raises ValueError that lists the nearest names."""
-    _read_entry_points()
-    if name == "topk_blocks":
-        raise ValueError("topk_blocks is no pattern: it chooses blocks from q and k; pass mask=topk_blocks(q, k, keep=...)")
     if name == "layout":
         raise ValueError(
             "layout stands for a video's layout only in use_sparse_flash for diffusers; here write "

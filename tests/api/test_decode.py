@@ -168,7 +168,8 @@ def test_pages_that_do_not_exist_are_refused_where_they_are_read_and_nowhere_els
 
 
 def test_heads_may_share_a_mask_in_one_sequence_and_not_in_the_next():
-    mask = sf.BlockMask.from_mask_mod(lambda b, h, i, j: (i >= j) & ((i - j < 20) | (b * h == 0)), 2, 2, 200, device=DEVICE)
+    near, causal = (sf.compile_mask(spec, 200).to_dense() for spec in ("causal & local(20)", "causal"))
+    mask = sf.BlockMask.from_dense(torch.stack([torch.stack([causal, causal]), torch.stack([causal, near])]).to(DEVICE))
     assert mask.mask_index.tolist() == [[0, 0], [0, 1]]
     q, k, v = torch.randn(3, 2, 2, 200, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     wanted = sf.attention(q, k, v, mask)[:, :, -1:]

@@ -35,7 +35,7 @@ SINGLE_RUNS = {
     "prefix": "prefix(70)",
     "sinks": "causal & sinks(3)",
     "later": ~sf.causal(),
-    "long documents": "shifted(documents((0, 100, 150)), 0, allow_uncovered=True)",
+    "long documents": "shifted(documents((0, 100, 150)), 0)",
 }
 PATTERNS = SINGLE_RUNS | {
     "both ways": "local(30) | global_tokens(5)",

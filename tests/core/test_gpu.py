@@ -26,13 +26,13 @@ PATTERNS = {
     "sinks": "causal & (local(64) | sinks(4))",
     "random": "causal & random(0.3, block=32)",
     "prefix": "prefix(70)",
-    "documents": "causal & shifted(documents((0, 33, 40, 200, 385)), 0, allow_uncovered=True)",
+    "documents": "causal & shifted(documents((0, 33, 40, 200, 385)), 0)",
     "block_diagonal": "block_diagonal(block=100)",
     "bigbird": "bigbird(block=32)",
     "longformer": "longformer(40, 3)",
-    "neighborhood": "shifted(neighborhood((19, 20), (5, 7)), 0, allow_uncovered=True)",
-    "tile_window": "shifted(tile_window(video_layout(3, 9, 11, tile=(1, 4, 4), prefix=9), (1, 2, 2)), 0, allow_uncovered=True)",
-    "from_blocks": 'shifted(from_blocks("110/011/101", block=128), 0, allow_uncovered=True)',
+    "neighborhood": "shifted(neighborhood((19, 20), (5, 7)), 0)",
+    "tile_window": "shifted(tile_window(video_layout(3, 9, 11, tile=(1, 4, 4), prefix=9), (1, 2, 2)), 0)",
+    "from_blocks": 'shifted(from_blocks("110/011/101", block=128), 0)',
     "complement": "~local(50)",
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -82,21 +82,14 @@ def lists_of(blocks):
     return blocks.byte().argsort(dim=-1, descending=True).int(), blocks.sum(-1, dtype=torch.int32)
 
 
-def rows_of(blocks):
-    crow = torch.nn.functional.pad(blocks[0, 0].sum(-1).cumsum(0), (1, 0))
-    return crow, blocks[0, 0].flatten().byte().argsort(descending=True, stable=True) % blocks.shape[3]
-
-
 def flex_mask(index, count):
-    return FlexMask.from_kv_blocks(torch.zeros_like(count), index, count, index, BLOCK_SIZE=(128, 256), compute_q_blocks=False)
+    return FlexMask.from_kv_blocks(torch.zeros_like(count), index, count, index, BLOCK_SIZE=128, compute_q_blocks=False)
 
 
 # How many blocks of keys, the tensors of a map, and the mask of these tensors.
 AT_RUN_TIME = {
     "maps": (64, lambda blocks: (blocks.clone(),), lambda blocks: sf.BlockMask.from_blocks(blocks, 128)),
-    "lists": (64, lists_of, lambda *tensors: sf.BlockMask.from_lists(*tensors, 128)),
-    "rows": (64, rows_of, lambda *tensors: sf.BlockMask.from_bsr(*tensors, 128)),
-    "FlexAttention": (32, lists_of, flex_mask),
+    "FlexAttention": (64, lists_of, flex_mask),
 }
 
 
@@ -171,7 +164,7 @@ def test_tiles_of_192_queries_are_right_with_rows_of_their_own(name, split):
         check("hopper", mask, 385, 380, dtype=torch.bfloat16, head_dim=64, heads=4, kv_heads=2, batch=2)
 
 
-OF_DOCUMENTS = "shifted(documents((0, 33, 40, 200, 385, 1000)), 0, allow_uncovered=True)"
+OF_DOCUMENTS = "shifted(documents((0, 33, 40, 200, 385, 1000)), 0)"
 
 
 @parametrize("deterministic", [False, True])

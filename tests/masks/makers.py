@@ -38,8 +38,8 @@ def of_heads(draw, lengths, size):
     if form == "pattern":
         mask = sf.compile_mask(getattr(sf, name)(patterns), *lengths, size)
     else:
-        masks = patterns if form == "patterns" else [sf.compile_mask(one, *lengths, size) for one in patterns]
-        mask = getattr(sf.BlockMask, name)(masks, *lengths, size)
+        name, masks = "per_head", patterns if form == "patterns" else [sf.compile_mask(one, *lengths, size) for one in patterns]
+        mask = sf.BlockMask.per_head(masks, *lengths, size)
     return mask, kept[None] if name == "per_head" else kept[:, None]
 
 
@@ -76,48 +76,14 @@ def drawn_limit(draw, lengths, size):
     return pattern if form == "pattern" else table, kept
 
 
-def in_lists(blocks):
-    """(kv_indices, kv_counts) of a map of blocks, in any order. The entries past the counts are no blocks."""
-    random = np.random.default_rng(0)
-    lists = random.choice([-7, 10**6], (*blocks.shape[:-1], blocks.shape[-1] + 2))
-    for row in np.ndindex(*blocks.shape[:-1]):
-        kept = random.permutation(np.flatnonzero(blocks[row].numpy()))
-        lists[row][: len(kept)] = kept
-    return torch.from_numpy(lists), blocks.sum(-1)
+def of_map(draw, lengths, size):
+    blocks, kept = drawn_map(draw, lengths, size)
+    within, pairs = drawn_limit(draw, lengths, size)
+    blocks = blocks if draw(st.booleans()) or blocks.shape[:2] != (1, 1) else blocks[0, 0]
+    return sf.BlockMask.from_blocks(blocks, size, *lengths, within), kept & pairs
 
 
-def in_rows(blocks):
-    """(crow_indices, col_indices) of a map of blocks. The entries past the last row's are no blocks."""
-    ends = blocks.sum(-1).cumsum(-1)
-    cols = np.full((*blocks.shape[:-2], int(ends.max()) + 2), -7)
-    for head in np.ndindex(*blocks.shape[:-2]):
-        kept = np.nonzero(blocks[head].numpy())[1]
-        cols[head][: len(kept)] = kept
-    return torch.nn.functional.pad(ends, (1, 0)), torch.from_numpy(cols)
-
-
-# Masks of blocks that are known at run time: the maker, and its tensors of a map of blocks.
-OF_MAPS = {
-    "blocks": (sf.BlockMask.from_blocks, lambda blocks: (blocks,)),
-    "lists": (sf.BlockMask.from_lists, in_lists),
-    "rows": (sf.BlockMask.from_bsr, in_rows),
-}
-
-
-def of_map(name):
-    def made(draw, lengths, size):
-        blocks, kept = drawn_map(draw, lengths, size)
-        (within, pairs), (maker, tensors_of) = drawn_limit(draw, lengths, size), OF_MAPS[name]
-        tensors = tensors_of(blocks if draw(st.booleans()) or blocks.shape[:2] != (1, 1) else blocks[0, 0])
-        if name != "blocks" and draw(st.booleans()):
-            tensors = [t.int() for t in tensors]
-        return maker(*tensors, size, *lengths, within), kept & pairs
-
-    return made
-
-
-MAKERS = {"pattern": of_pattern, "heads": of_heads, "pairs": of_pairs, "one head": one_head}
-MAKERS |= {name: of_map(name) for name in OF_MAPS}
+MAKERS = {"pattern": of_pattern, "heads": of_heads, "pairs": of_pairs, "one head": one_head, "map": of_map}
 
 
 def states_of(kept, size):

@@ -69,7 +69,7 @@ def pairs_of(blocks: KernelTables, name: str, tokens: int) -> np.ndarray:
 
 ALONE = {  # the tokens of masks that have such tables
     "causal & documents((0, 33, 40, 200, 385, 900))": 900,
-    "shifted(documents((0, 129, 257, 258, 600)), 0, allow_uncovered=True)": 900,  # tokens of no document
+    "shifted(documents((0, 129, 257, 258, 600)), 0)": 900,  # tokens of no document
     "causal & local(50) & documents((0, 300, 301, 700))": 700,
     "causal & documents((0, 128, 256, 385))": 385,  # whole blocks, and one more token
 }

@@ -1,8 +1,6 @@
-"""Masks and mask functions of FlexAttention: the pairs that they keep, and what flex_attention makes of them."""
+"""Masks of FlexAttention: the pairs that they keep, and what flex_attention makes of them."""
 
 import gc
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -73,12 +71,12 @@ def window(b, h, q, kv):
 @pytest.mark.parametrize("size", [32, 128])
 @pytest.mark.parametrize("lengths", [(TOKENS, TOKENS), (256, 130), (130, TOKENS), (1, TOKENS)], ids=str)
 @pytest.mark.parametrize("name", MODS)
-def test_a_mask_and_a_function_of_flex_attention_keep_the_pairs_of_the_rule_which_counts_queries_from_0(name, lengths, size):
+def test_a_mask_of_flex_attention_keeps_the_pairs_of_the_rule_which_counts_queries_from_0(name, lengths, size):
     rule, shape = MODS[name], (BATCH, HEADS, *lengths)
     kept = create_mask(rule, *shape, device="cpu")
     mask = sf.BlockMask.from_flex(create_block_mask(rule, *shape, device="cpu", BLOCK_SIZE=size))
     assert torch.equal(mask.to_dense(), kept)
-    assert mask.equal(sf.BlockMask.from_dense(kept, size)) and mask.equal(sf.BlockMask.from_mask_mod(rule, *shape, size))
+    assert mask.equal(sf.BlockMask.from_dense(kept, size))
 
 
 def of_blocks(kept, lengths=None, size=64, lists="full"):
@@ -91,7 +89,7 @@ def of_blocks(kept, lengths=None, size=64, lists="full"):
     return FlexMask.from_kv_blocks(first, index, count - first, index.gather(-1, backwards), BLOCK_SIZE=size, seq_lengths=lengths)
 
 
-SIDES = [(64, 64), (128, 64), (32, 96), (48, 48), (512, 512), (16, 1024)]
+SIDES = [(16, 16), (64, 64), (256, 256)]
 
 
 @pytest.mark.parametrize("sides", SIDES, ids=str)
@@ -151,42 +149,14 @@ ALL = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     [
         (of_rule((128, 64)), r"square blocks; got BLOCK_SIZE=\(128, 64\)"),
         (of_rule(512), "512"),
-        (of_blocks(ALL, size=(48, 24)), r"multiples of 16 tokens; got \(48, 24\); use 64 or 128"),
-        (of_blocks(ALL, (192, 128)), "full_kv_indices must be blocks of keys, 0 to 1; got 2"),
-        (of_blocks(ALL, (193, 192)), r"kv_indices must have shape \(batch \| 1, heads \| 1, 4, n\)"),
+        (of_blocks(ALL, size=(48, 24)), r"square blocks; got BLOCK_SIZE=\(48, 24\)"),
+        (of_blocks(ALL, (192, 128)), "kv_indices must be blocks of keys, 0 to 1; got 2"),
+        (of_blocks(ALL, (193, 192)), "kv_indices must have a row for each of 4 blocks"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_way_out(flex, message):
     with pytest.raises(ValueError, match=message):
         sf.BlockMask.from_flex(flex)
-
-
-def test_heads_that_a_function_does_not_tell_apart_are_looked_at_and_stored_once():
-    seen = []
-
-    def rule(b, h, q, kv):
-        seen.append(1)
-        return q >= kv
-
-    mask = sf.BlockMask.from_mask_mod(rule, 4, 8, 256)
-    assert mask.mask_index.shape == (4, 8) and mask.masks == 1 and len(seen) == 3  # twice to see what it depends on
-    by_pairs = sf.BlockMask.from_mask_mod(lambda b, h, q, kv: q >= kv + h // 2, None, 4, 256)
-    assert by_pairs.masks == 2 and by_pairs.mask_index.tolist() == [[0, 0, 1, 1]]
-
-
-def test_a_long_function_takes_bounded_memory_and_shows_how_far_it_is():
-    program = """
-import resource, sys, torch, sparse_flash as sf
-sf.BlockMask.from_mask_mod(lambda b, h, q, kv: q >= kv, None, None, 1000)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-shown = []
-from rich.progress import Progress
-Progress.advance = lambda self, task, pairs: (shown.append(pairs), sum(shown) > 2**26 and sys.exit(
-    0 if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000 else 3))
-sf.BlockMask.from_mask_mod(lambda b, h, q, kv: q >= kv, None, None, 65536)
-sys.exit(4)
-"""
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize("rule, batch, heads", [(window, None, None), (by_batch_and_head, 2, 4)])

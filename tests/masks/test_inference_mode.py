@@ -20,7 +20,6 @@ def made():
         "compile_mask": mask,
         "from_blocks": sf.BlockMask.from_blocks(torch.ones(1, 2, 4, 4).bool(), 32, within=REMEMBERED),
         "from_flex": sf.BlockMask.from_flex(create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device="cpu")),
-        "from_mask_mod": sf.BlockMask.from_mask_mod(lambda b, h, i, j: i >= j, None, 2, N),
         "per_head": sf.BlockMask.per_head([mask, "causal"]),
         "to": mask.to("meta"),
         "choose_blocks": sf.choose_blocks("causal & pooled(keep=1, block=64)", q, q),

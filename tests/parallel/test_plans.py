@@ -41,7 +41,7 @@ def planned(mask: str | sf.BlockMask, tokens: int, ranks: int, heads: int | None
 
 def random_documents(tokens: int, within: str = "causal") -> sf.BlockMask:
     ends = np.cumsum(np.random.default_rng(0).lognormal(np.log(4096), 1.3, tokens >> 8).astype(int).clip(16))
-    return sf.compile_mask(sf.parse(within) & sf.documents([0, *ends[ends < tokens].tolist(), tokens]), tokens, progress=False)
+    return sf.compile_mask(sf.parse(within) & sf.documents([0, *ends[ends < tokens].tolist(), tokens]), tokens)
 
 
 def test_windows_are_contiguous_and_get_one_window_and_causal_is_balanced_by_zigzag():
@@ -86,7 +86,7 @@ def test_a_plan_takes_the_faster_strategy_of_those_that_heads_allow(mask, ranks,
 )
 def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_faster(mask, log2_tokens, heads, link_rate, overlap):
     tokens = 1 << log2_tokens
-    whole = random_documents(tokens) if mask == "documents" else sf.compile_mask(mask, tokens, progress=False)
+    whole = random_documents(tokens) if mask == "documents" else sf.compile_mask(mask, tokens)
     options = PlanOptions(heads, 8, strategy="blocks", link_rate=link_rate)
     assert plan_sequence([whole], [1], 0, 2, options)[1][0].overlap == overlap
 
@@ -118,6 +118,6 @@ def test_one_assignment_serves_masks_of_several_layers_and_follows_those_that_mo
 
 def test_each_mask_of_one_assignment_gets_the_strategy_that_suits_it():
     tokens, ranks = 1 << 18, 8
-    visits = [Visits.from_mask(sf.compile_mask(text, tokens, progress=False), 8) for text in ("causal & local(4096)", "butterfly")]
+    visits = [Visits.from_mask(sf.compile_mask(text, tokens), 8) for text in ("causal & local(4096)", "butterfly")]
     both = choose_strategies(visits, [1, 1], SequenceSizes(tokens, 128, 8, 8), ranks, ["blocks", "heads"])
     assert both.strategies == ("blocks", "heads") and both.owners.name == "contiguous"

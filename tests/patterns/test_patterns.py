@@ -205,8 +205,6 @@ def test_a_moved_expression_keeps_from_its_first_position_on_what_the_expression
         (sf.block_diagonal(8), 3, move_pattern(sf.block_diagonal(8), 19)),
         (sf.block_diagonal(8), -16, sf.block_diagonal(8)),
         (sf.causal() & sf.local(9), 5, sf.causal() & sf.local(9)),
-        (sf.sinks(4), 3, sf.sinks(7)),
-        (sf.sinks(4), -4, ~sf.full()),
         (sf.longformer(5, 2), -1, sf.local(5) | move_pattern(sf.global_tokens(2), -1)),
     ],
 )
@@ -290,10 +288,10 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
         (lambda: sf.local(0), "window must be an integer of at least 1; got 0"),
         (lambda: sf.local(2**63), r"at most 2\*\*62"),
         (lambda: sf.butterfly(-1), "factors must be an integer of at least 0"),
-        (lambda: sf.power_of_two(63), "factors must be at most 62.*None is no limit"),
+        (lambda: sf.power_of_two(63), "factors must be an integer of at least 0 and at most 62"),
         (lambda: sf.fixed(4, 5), "summary must be at most stride=4; got 5"),
         (lambda: sf.documents([1, 2]), r"must start with 0.*itertools\.accumulate"),
-        (lambda: sf.documents([0, 5, 3]), "must not decrease; got 5, then 3 at 2"),
+        (lambda: sf.documents([0, 5, 3]), r"not decrease, .*; got \(0, 5, 3\)"),
         (lambda: sf.documents(9), "sequence of integers; got 9"),
         (lambda: sf.random(0.0), "0 < density <= 1; got 0.0"),
         (lambda: sf.random(True), "0 < density <= 1; got True"),
@@ -325,30 +323,9 @@ def test_parameters_far_beyond_the_sequence_neither_overflow_nor_take_memory(hug
     assert sf.compile_mask(sf.butterfly(block=huge), n).keeps_all
     assert sf.compile_mask(sf.dilated(huge, huge, block=1), n).equal(sf.compile_mask(sf.local(1), n))
     assert sf.compile_mask(sf.block_diagonal(huge) & ~sf.sinks(huge), n).kept_pairs().tolist() == [0]
-    pattern = ~sf.shifted(sf.documents([0, 100, huge]), 0, allow_uncovered=True) | sf.local(3)
+    pattern = ~sf.shifted(sf.documents([0, 100, huge]), 0) | sf.local(3)
     np.testing.assert_array_equal(sf.compile_mask(pattern, n).to_dense().numpy(), strategies.dense(pattern, n, n))
-    assert sf.compile_mask(sf.shifted("full", huge, allow_uncovered=True), n).kept_pairs().tolist() == [0]
-
-
-@dataclass(frozen=True)
-class Listed(sf.UnitPattern):
-    """The diagonal units, listed in a form of one's own; made by a function, as a dataclass' field would be bound to it."""
-
-    form: object
-    block: int = 8
-
-    def unit_rule(self, i, j):
-        return i == j
-
-    def unit_pairs(self, first, stop, cols):
-        return self.form(list(range(max(first, 0), stop)))
-
-
-@pytest.mark.parametrize("block", [8, 32])
-def test_listed_units_may_be_lists_and_units_past_the_lengths_keep_nothing(block):
-    for form in (lambda units: (units, units), lambda units: ([*units, 90, 91], [*units, 90, 3])):
-        mask = sf.compile_mask(Listed(form, block), 50, block_size=16)
-        assert mask.equal(sf.compile_mask(sf.block_diagonal(block), 50, block_size=16))
+    assert sf.compile_mask(sf.shifted("full", huge), n).kept_pairs().tolist() == [0]
 
 
 class OnlyARule(sf.Pattern):

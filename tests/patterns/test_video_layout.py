@@ -1,6 +1,5 @@
 """The order of a video's tokens by tiles: there and back, and attention in it."""
 
-import warnings
 from itertools import product
 
 import numpy as np
@@ -67,17 +66,3 @@ def test_proposed_tile_has_the_least_padding_of_tiles_that_are_nearly_square(gri
         flat = all(tile[axis] == 1 for axis in range(3) if axis not in axes)
         if flat and np.prod(tile) == block_size and max(plane) <= 4 * min(plane) and tile[0] <= min(plane):
             assert layout.tiled <= sf.VideoLayout(*grid, tile).tiled
-
-
-@pytest.mark.parametrize(
-    "tile, height, warns", [((2, 4, 8), 8, True), ((2, 8, 8), 8, False), ((1, 4, 8), 7, False), ((4, 4, 4), 7, True)]
-)
-def test_causal_over_tiles_warns_if_queries_then_see_later_frames(tile, height, warns):
-    layout = sf.VideoLayout(4, height, 8, tile=tile, suffix=5)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        mask = sf.compile_mask(f"causal & {layout}", layout.length)
-    assert [w.filename for w in caught] == [__file__] * warns
-    frames = torch.from_numpy(layout.positions[:, 0])
-    seen = mask.to_dense() & (frames[:, None] >= 0) & (frames[:, None] < frames)
-    assert seen.any() == warns
