@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from ..compat.constants import constant_in_graphs
 from ..compat.names import operator_name
@@ -21,16 +21,13 @@ from ..compat.pytorch import is_plain_eager
 from ..core.triton import can_use_kernels as can_use_kernels
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
-from ..masks.build import from_entries
 from ..masks.cache import fake_tensors_if_needed
 from ..masks.document_blocks import document_tables
-from ..masks.grid import BlockGrid, concat_ranges
 from ..masks.select_blocks import build_work
-from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, KernelTables, Table, most_splits
-from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
+from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, KernelTables, Table, most_splits
 from .documents import BLOCK, PackedDocuments, most_blocks, read_sizes
-from .long_document import LongDocument, LongRuns, long_document
-from .moved import MovedDocuments, move_documents
+from .long_document import LongRuns, long_document
+from .moved import MovedDocuments, move_documents, sort_entries
 
 # Blocks that start where documents start pay for calls of so many tokens, with so many in a document on average, of drawn lengths,
 # under patterns of which a query keeps runs of up to so many keys (docs/performance.md).
@@ -38,21 +35,17 @@ _LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN = 16384, 512, 1024
 
 
 def pack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | MovedDocuments:
-    """The mask of the packed axes under which each document attends only to itself, by the pattern. Moved documents where kernels
-    cannot make its table, and unless each query of the pattern keeps one run of keys, ascending from query to query.
+    """The mask of the packed axes under which each document attends only to itself, by the pattern. Moved documents unless each
+    query of the pattern keeps one run of keys, ascending from query to query.
 
     pattern: a Pattern or its spec text. keys: None if they share the documents of the queries.
     """
     q_side, k_side = read_sizes(queries, keys)
     (starts, tokens, longest), device = q_side, q_side.cu_seqlens.device
     is_plain = is_plain_eager(starts, k_side.cu_seqlens)
-    if not can_use_kernels(device):
-        made = None
-        if is_plain and device.type == "cpu":
-            made = _mask_on_host(long_document(pattern, longest, k_side.longest, keys is None, device), q_side, k_side)
-        return move_documents(pattern, queries, keys) if made is None else made
     documents = starts.shape[0] - 1
-    if keys is None and is_plain and documents > 1 and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN):
+    by_document = keys is None and is_plain and can_use_kernels(device) and documents > 1
+    if by_document and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN):
         long_runs = long_document(pattern, longest, longest, True, device).runs
         if long_runs is not None and long_runs.longest >= _LEAST_RUN:
             return _MaskOfDocuments(long_runs, starts, tokens, longest)
@@ -61,7 +54,10 @@ def pack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | No
     if not plan:
         return move_documents(pattern, queries, keys)
     runs, mask_index, tile_bits = fake_tensors_if_needed(constants)
-    tables = (_assemble if is_plain else _assemble_operator)(runs, starts, k_side.cu_seqlens, *sizes, *plan)
+    if can_use_kernels(device):
+        tables = (_assemble if is_plain else _assemble_operator)(runs, starts, k_side.cu_seqlens, *sizes, *plan)
+    else:
+        tables = _assemble_by_operations(runs, q_side, k_side, *plan)
     return BlockMask.from_tensors(tokens, k_side.tokens, BLOCK, [mask_index, *tables, tile_bits])
 
 
@@ -122,30 +118,36 @@ def _fill_tables(queries, keys, runs, rows: int, k_rows: int, before: int, entri
     return [*by_query[:5], *work[0], *by_key[:5], *work[1], tile_runs]
 
 
-def _mask_on_host(document: LongDocument, queries: PackedDocuments, keys: PackedDocuments) -> BlockMask | None:
-    """The mask on a CPU, where values of cu_seqlens are known; None for a pattern that does not keep single runs."""
-    if document.runs is None:
-        return None
-    (q_start, q_len), (k_start, k_len) = ([t.numpy() for t in side.extents()] for side in (queries, keys))
-    number = np.repeat(np.arange(len(q_len)), q_len)
-    within = concat_ranges(np.zeros_like(q_len), q_len)
-    runs = document.runs.constants[0].numpy().astype(np.int64)
-    first, stop = runs[:, document.before * BLOCK + within + (k_len - q_len)[number]]
-    stop = np.minimum(stop, k_len[number])
-    grid = BlockGrid(queries.tokens, keys.tokens, BLOCK)
-    packed = np.zeros((2, grid.q_blocks * BLOCK), np.int64)  # of each packed query; both 0 if it keeps nothing
-    packed[:, q_start[number] + within] = np.where(first < stop, k_start[number] + np.stack([first, stop]), 0)
-    first, stop = packed.reshape(2, grid.q_blocks, BLOCK)
-    low, high = np.where(stop > first, first, keys.tokens).min(1) // BLOCK, -(-stop.max(1) // BLOCK)
-    count = np.maximum(0, high - low)
-    rows, cols = np.repeat(np.arange(grid.q_blocks), count), concat_ranges(low, count)
-    pool, tiles = TilePool(BLOCK), np.zeros(len(rows), np.int64)
-    for batch in dense_batches(len(rows), BLOCK):
-        here = [np.clip(bound[rows[batch]] - cols[batch, None] * BLOCK, 0, BLOCK) for bound in (first, stop)]
-        tiles[batch] = pool.add_runs(pack_runs(*here))
-    kept = tiles != EMPTY_TILE
-    made = from_entries(grid, Entries(rows[kept], cols[kept], tiles[kept]), pool)
-    return BlockMask.from_tensors(*made.sizes, made.tensors())
+def _assemble_by_operations(
+    runs: torch.Tensor, queries: PackedDocuments, keys: PackedDocuments, before: int, entries: int, tiles: int
+) -> list[torch.Tensor]:
+    """The same as ``_assemble`` in PyTorch operations, where there are no kernels."""
+    rows, k_rows = -(-queries.tokens // BLOCK), -(-keys.tokens // BLOCK)
+    at, (k_start, k_len) = queries.locate(), keys.extents()
+    first, stop = runs.long()[:, before * BLOCK + at.within + (k_len - queries.extents()[1])[at.document]]
+    stop = torch.minimum(stop, k_len[at.document])
+    kept = torch.where(at.exists & (first < stop), torch.stack([first, stop]) + k_start[at.document], 0)
+    first, stop = torch.unflatten(pad(kept, (0, rows * BLOCK - queries.tokens)), 1, (rows, BLOCK)).unbind(0)
+    low = torch.where(first < stop, first, keys.tokens).amin(1) // BLOCK
+    count = ((stop.amax(1) + BLOCK - 1) // BLOCK - low).clamp(min=0)
+    end = count.cumsum(0)
+    entry = torch.arange(entries, device=runs.device)
+    row = torch.searchsorted(end, entry, right=True)
+    exists = row < rows
+    row = torch.where(exists, row, 0)
+    col = torch.where(exists, low[row] + entry - (end - count)[row], 0)
+    begin, last = ((bound[row] - col[:, None] * BLOCK).clamp(0, BLOCK) for bound in (first, stop))
+    is_full, some = ((begin == 0) & (last == BLOCK)).all(1), begin < last
+    exists &= some.any(1)
+    has_tile = exists & ~is_full
+    number = torch.where(has_tile, has_tile.cumsum(0) - 1, tiles)
+    packed_runs = torch.where(some, begin | (last << 16), 0).int()
+    tile_runs = packed_runs.new_zeros(tiles + 1, BLOCK).index_copy_(0, number, packed_runs)[:tiles]
+    tile, kind = torch.where(has_tile, number, 0), has_tile.long()
+    of_rows, by_query = sort_entries(torch.where(exists, 3 * row + kind, 3 * rows), col, tile, rows)
+    of_columns, by_key = sort_entries(torch.where(exists, 3 * col + kind, 3 * k_rows), row, tile, k_rows)
+    work, work_by_key = build_work(of_rows, of_columns, k_rows, rows)
+    return [*of_rows, *by_query, *work, *of_columns, *by_key, *work_by_key, tile_runs]
 
 
 class _MaskOfDocuments(BlockMask):

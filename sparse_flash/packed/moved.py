@@ -116,8 +116,8 @@ def _assemble(
     tile_bits = _append_tiles(tile_bits, bits & kept_bits[:, None], bit_tiles)
 
     col = k_first[document][of_row] + local
-    rows, by_query = _sort(torch.where(exists, 3 * of_row + kind, 3 * q_blocks), col, tile, q_blocks)
-    k_rows, by_key = _sort(torch.where(exists, 3 * col + kind, 3 * k_blocks), of_row, tile, k_blocks)
+    rows, by_query = sort_entries(torch.where(exists, 3 * of_row + kind, 3 * q_blocks), col, tile, q_blocks)
+    k_rows, by_key = sort_entries(torch.where(exists, 3 * col + kind, 3 * k_blocks), of_row, tile, k_blocks)
     work, work_by_key = build_work(rows, k_rows, k_blocks, q_blocks)
     tensors = [tile_runs.new_zeros(1, 1), *rows, *by_query, *work, *k_rows, *by_key, *work_by_key, tile_runs, tile_bits]
     return MovedDocuments(BlockMask.from_tensors(q_axis.rows, k_axis.rows, BLOCK, tensors), q_axis, k_axis)
@@ -128,7 +128,7 @@ def _append_tiles(tiles: torch.Tensor, more: torch.Tensor, count: int) -> torch.
     return torch.cat([tiles, more]).narrow(0, 0, count + len(more))
 
 
-def _sort(key: torch.Tensor, col: torch.Tensor, tile: torch.Tensor, rows: int) -> tuple[RowArrays, list[torch.Tensor]]:
+def sort_entries(key: torch.Tensor, col: torch.Tensor, tile: torch.Tensor, rows: int) -> tuple[RowArrays, list[torch.Tensor]]:
     """((row_ptr, row_split, row_order), [col_idx, tile_idx]) of one mask: see ``Table``. key: of each entry 3 * row + kind, 0 full,
     1 run tile, 2 bit tile; 3 * rows where there is none. Entries with the same key are in the order of columns."""
     key, order = key.sort(stable=True)
