@@ -27,9 +27,8 @@ class Documents(RunPattern):
     """Tokens of one document.
 
     cu_seqlens: tokens; the start of each document and the end of the last one: (documents + 1,) integers in a tuple, list, array or
-    tensor, from 0 upwards. Empty documents are dropped, so patterns with the same meaning are equal. They must hold all tokens of
-    the sequence; ``shifted`` places documents that have other tokens beside them, which keep nothing and are seen by nothing. For
-    lengths that change between calls, ``attention_varlen`` reads them from a tensor.
+    tensor, from 0 upwards. Empty ones are dropped. They must hold all tokens of the sequence; ``shifted`` places documents that
+    have other tokens beside them. For lengths that change between calls, ``attention_varlen`` reads them from a tensor.
     """
 
     cu_seqlens: tuple[Natural, ...]

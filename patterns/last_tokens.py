@@ -25,11 +25,8 @@ from ..masks.rules import RunPattern
 @register_pattern("last_tokens")
 @dataclass(frozen=True)
 class LastTokens(Pattern):
-    """The last ``tokens`` tokens of the sequence, both as keys and as queries; ``global_tokens`` is the first ones.
-
-    It is for sequences of one known length, in ``attention`` and ``compile_mask``. Calls that read lengths from tensors raise
-    ValueError: ``attention_varlen``, ``attention_decode``, and ``attention`` with ``q_lens`` or ``kv_lens``.
-    """
+    """The last ``tokens`` tokens of the sequence, both as keys and as queries; ``global_tokens`` is the first ones. Calls that read
+    lengths from tensors raise ValueError: ``attention_varlen``, ``attention_decode``, and ``attention`` with ``q_lens``."""
 
     tokens: Positive
 

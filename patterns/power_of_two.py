@@ -29,8 +29,7 @@ class PowerOfTwo(DistancePattern):
 
     factors: how many powers, |i - j| < 2**factors; None for no limit. block: tokens in a unit.
 
-    With causal a unit still reaches every earlier unit, in at most log2(units) layers: the binary digits of the distance
-    are the steps. ``causal & butterfly`` does not.
+    With causal a unit reaches every earlier unit in at most log2(units) layers; with ``causal & butterfly`` it does not.
     """
 
     factors: Factors | None = None

@@ -33,8 +33,8 @@ class TileWindow(TilePattern):
     beside the video, prefix and suffix, see and are seen by all. If False, they keep nothing and are seen by nothing, and another
     pattern must say what they keep.
 
-    For odd windows on grids that tiles divide, the mask is that of the authors' code (FastVideo), text included. There an even
-    window reaches half of it to both sides, so it has one tile more; here it has one tile more before the query than after it.
+    For odd windows on grids that tiles divide, the mask is that of the authors' code (FastVideo), text included. An even window has
+    one tile more before the query than after it; there it reaches half of it to both sides.
     """
 
     window: tuple[Positive, ...]

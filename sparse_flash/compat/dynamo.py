@@ -30,7 +30,6 @@ def outside_graphs(function: FUNCTION) -> FUNCTION:
         f"sparse_flash's {function.__name__} works on the host and cannot be part of a graph; call it outside of the compiled "
         "function. attention also takes patterns and their text, and topk_blocks and BlockMask.from_blocks run within graphs"
     )
-
     function = outside_inference(function)
 
     @wraps(function)

@@ -15,8 +15,7 @@ SMALL_BLOCKS = 64, 32, 16
 
 
 def is_coarse_faster(mask: MaskTables) -> bool:
-    """Whether both passes are predicted to take less time over the blocks of KERNEL_BLOCK that contain a mask's blocks. All blocks
-    count as full."""
+    """Whether both passes are predicted to take less time over blocks of KERNEL_BLOCK. All blocks count as full."""
     if mask.block_size not in SMALL_BLOCKS:
         return False
     wide, factor = BlockGrid(mask.q_len, mask.kv_len, KERNEL_BLOCK), KERNEL_BLOCK // mask.block_size

@@ -21,10 +21,7 @@ SparseMatrix: TypeAlias = scipy.sparse.sparray | scipy.sparse.spmatrix
 
 def check_index(name: str, value: SupportsIndex, count: int) -> int:
     """The number of one of ``count`` tokens, heads or batch entries. Raises TypeError or IndexError."""
-    try:
-        index = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, 0 to {count - 1}; got {value!r}") from None
+    index = operator.index(value)
     if not 0 <= index < count:
         raise IndexError(f"{name} must be 0 to {count - 1}; got {index}")
     return index
@@ -81,11 +78,6 @@ class BlockGrid:
         index = rows[:, None] * self.block_size + np.arange(self.block_size)
         return np.minimum(index, self.q_len - 1) + self.offset
 
-    def q_ends(self, rows: np.ndarray) -> np.ndarray:
-        """(len(rows), 2) int64 positions of the first and the last query in these block rows."""
-        index = np.stack([rows * self.block_size, (rows + 1) * self.block_size - 1], axis=1)
-        return np.minimum(index, self.q_len - 1) + self.offset
-
     def kv_positions(self, cols: np.ndarray) -> np.ndarray:
         """(len(cols), block_size) int64 positions of the keys in these block columns; past the end the last one repeats."""
         index = cols[:, None] * self.block_size + np.arange(self.block_size)
@@ -113,7 +105,7 @@ def concat_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def runs_of(rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places, ordered by row and column, as runs [first, stop) of columns in a row, in order: rows, first, stop, (runs,) each."""
+    """Blocks, ordered by row and column, as runs [first, stop) of columns in a row, in order: rows, first, stop, (runs,) each."""
     begins = np.append(True, (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1] + 1))[: len(rows)]
     begin = np.flatnonzero(begins)
     last = np.append(begin[1:], len(rows))[: len(begin)] - 1

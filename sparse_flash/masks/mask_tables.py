@@ -14,9 +14,8 @@ import torch
 
 from ..compat.dynamo import outside_graphs
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, check_index
-from .select_blocks import arange_int32
 from .table import FullBlocks, PartialBlocks, Table, bands_of, ordered_bounds, work_of_whole_rows
-from .tiles import dense_batches, unpack_bits, unpack_runs
+from .tiles import dense_batches, runs_to_dense, unpack_bits, unpack_runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +89,6 @@ class MaskTables:
 
     @property
     def row_queries(self) -> int:
-        """Queries in a row of ``by_query``."""
         return self.block_size
 
     @property
@@ -102,13 +100,8 @@ class MaskTables:
         """mask_index, by_query's tensors, by_key's tensors, tile_runs, tile_bits."""
         return [self.mask_index, *self.by_query, *self.by_key, *self.tiles]
 
-    def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Every kept block of every stored mask, as ``Table.entries`` gives it."""
-        return self.by_query.entries()
-
     def bands(self, number: int = 0, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:
-        """The kept blocks of a stored mask, some rows of them at a time, a multiple of ``step``: the full ones as runs, so that a
-        dense mask takes little more memory than its table."""
+        """The kept blocks of a stored mask, some rows of them at a time: see ``bands_of``."""
         return bands_of(self.by_query, number, self.grid.kv_blocks, step)
 
     def kept(self, number: int = 0) -> tuple[FullBlocks, PartialBlocks]:
@@ -125,8 +118,7 @@ class MaskTables:
         """Which pairs tiles keep, given kind and tile as from ``entries``: (n, block, block) bool, or some rows of these."""
         runs, bits = (t[:, rows].cpu().numpy() for t in self.tiles)
         first, stop = unpack_runs(runs[np.where(kind == 1, tile, 0)])
-        column = np.arange(self.block_size)
-        dense = (column >= first[:, :, None]) & (column < stop[:, :, None])
+        dense = runs_to_dense(first[..., None], stop[..., None], self.block_size)
         dense[kind == 2] = unpack_bits(bits[tile[kind == 2]], self.block_size)
         dense[kind == 0] = True
         return dense
@@ -193,7 +185,7 @@ class MaskTables:
 
         (q_blocks, kv_blocks) int8, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
         """
-        rows, cols, kind, tile = self.entries()
+        rows, cols, kind, tile = self.by_query.entries()
         full = self.pairs_of(kind, tile) == self.grid.heights(rows) * self.grid.widths(cols)
         states = np.full((self.masks, *self.grid.shape), EMPTY, np.int8)
         states[self.entry_masks, rows, cols] = np.where(full, FULL, PARTIAL)
@@ -206,7 +198,7 @@ class MaskTables:
         """
         ends = self.by_query.row_ptr[:, 1:].flatten().contiguous()
         cols = self.by_query.col_idx
-        row = torch.searchsorted(ends, arange_int32(len(cols), self.device), right=True)
+        row = torch.searchsorted(ends, torch.arange(len(cols), dtype=torch.int32, device=self.device), right=True)
         # Entries beyond row_ptr's last may hold anything, and go to the row past the last.
         kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
         index = row * self.grid.kv_blocks + torch.where(row < len(ends), cols, 0)
@@ -237,7 +229,7 @@ class MaskTables:
 
         Takes q_len x kv_len bytes per mask: for inspecting short masks and for tests.
         """
-        rows, cols, kind, tile = self.entries()
+        rows, cols, kind, tile = self.by_query.entries()
         size = self.block_size
         dense = np.zeros((self.masks, self.grid.q_blocks, self.grid.kv_blocks, size, size), bool)
         for part in dense_batches(len(rows), size):

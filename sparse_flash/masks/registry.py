@@ -19,8 +19,8 @@ _registry: dict[str, type[Pattern]] = {}
 def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
     """Class decorator: makes a pattern available to spec text and the command line under ``name``.
 
-    The class must be a frozen dataclass derived from Pattern. A taken name raises a ValueError that names both owners; redefining a
-    class of ``__main__`` (rerunning a notebook cell) replaces it.
+    The class must be a frozen dataclass derived from Pattern. A taken name raises a ValueError; redefining a class of ``__main__``
+    (rerunning a notebook cell) replaces it.
     """
     if not isinstance(name, str) or not spec.is_name(name):
         raise ValueError(f"a pattern name must be an identifier such as 'ring', in ASCII and not 'inf'; got {name!r}")

@@ -69,7 +69,7 @@ class Table(NamedTuple):
                                   least two splits, so at most half of these rows are in use.
 
     ``col_idx`` and ``tile_idx`` may be longer than row_ptr indicates. A table made on a device, unless it is of documents, has its
-    rows by weight alone, and room for splits that it may not use: its splits come first, row by row, then the other rows.
+    rows by weight only, and room for splits that it may not use: its splits come first, row by row, then the other rows.
     """
 
     row_ptr: torch.Tensor
@@ -105,8 +105,7 @@ class Table(NamedTuple):
 
 
 class KernelTables(NamedTuple):
-    """Tables derived from one mask's, which kernels iterate over instead: in taller rows (``tall``), or in blocks that start where
-    documents start (``document_blocks``).
+    """Tables derived from one mask's, which kernels iterate over instead: see ``tall`` and ``document_blocks``.
 
     block_size: keys of a block. row_queries: queries in a row of ``by_query``. by_key: None for tall rows, which are for forward.
     tiles: (run tiles, row_queries) and (bit tiles, row_queries, block_size / 32) int32; they may say anything of queries past the
@@ -305,8 +304,7 @@ def _stable_order(numbers: np.ndarray) -> np.ndarray:
 
 
 def ends_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last block column of each row of one mask, (rows,) each; of an empty row the largest number and -1. ptr,
-    split, cols: row_ptr, row_split and col_idx."""
+    """The first and the last block column of each row of one mask, (rows,) each; of an empty row the largest number and -1."""
     bounds = np.column_stack([ptr[:-1], split, ptr[1:]])
     first, last = np.full(len(split), np.iinfo(np.int32).max), np.full(len(split), -1)
     for begin, end in pairwise(bounds.T):  # of each kind
@@ -317,12 +315,11 @@ def ends_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.nd
 
 
 def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    """(rows,) integers: which group each row of one mask belongs to, from 0, in the order of the queue: the group with the
-    heaviest row first. All 0 where there are no groups. ptr, split, cols: row_ptr, row_split and col_idx.
+    """(rows,) integers: which group each row of one mask belongs to, from 0, the group with the heaviest row first. All 0 where
+    there are no groups. ptr, split, cols: row_ptr, row_split and col_idx.
 
-    A group's rows begin in the same block column, or end in the same one. Under documents, causal or not, a document is a group.
-    Programs at work on rows of several long documents read more than the L2 cache holds. Rows form groups only where each
-    is one run of blocks: others soon differ. docs/performance/kernels.md has figures.
+    Rows of one run of blocks that begin in the same block column, or end in the same one, form a group: under documents, causal or
+    not, a document. Programs at work on rows of several long documents read more than the L2 cache holds.
     """
     count = np.diff(ptr)
     first, last = ends_of(ptr, split, cols)
@@ -339,18 +336,16 @@ def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarra
 
 
 def weights_of(count: np.ndarray) -> np.ndarray:
-    """Numbers by which rows, or items, of ``count`` blocks are ordered, (n,) integers.
-
-    Where most rows are about as heavy as the heaviest, these count as equal and stay in order of position, because neighbours read
-    the same keys, or neighbouring ones."""
+    """Numbers by which rows, or items, of ``count`` blocks are ordered, (n,) integers: ``count``. Where most are about as heavy as
+    the heaviest, these count as equal and stay in order of position, because neighbours read the same keys, or neighbouring ones.
+    """
     most = count.max(initial=0)
     alike = count >= _ALIKE * most
     return np.where(alike, most, count) if np.count_nonzero(alike) >= _ALIKE * len(count) else count
 
 
 def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """The work items of unsplit rows. order: (..., rows) int32, the rows in their order. bounds: (..., rows, 4) int32, in that
-    order, the start, start of run tiles, start of bit tiles and end of each."""
+    """The work items of unsplit rows. order: (..., rows) int32. bounds: as from ``ordered_bounds``."""
     return torch.cat([order[..., None], bounds, bounds.new_zeros((*order.shape, WORK_FIELDS - SPLIT))], -1)
 
 
@@ -364,8 +359,7 @@ def split_limits() -> tuple[int, int]:
 
     A row is heavy if it has 2 / splits of max(n, blocks) or more, n being the blocks in its mask's table. A heavy row of c blocks
     has c * splits // max(h, n // 4, blocks) splits, h being the blocks of all heavy rows: two or more, and no more than ``splits``
-    in total. With 64 and 2,048 a split has 32 blocks or more, and 1 / 256 of n or more. Shorter ones would balance no better, and
-    each costs a pass over its results.
+    in total, of 32 blocks or more, and 1 / 256 of n or more.
     """
     return _SPLITS, _SPLITS * _SPLIT_BLOCKS
 

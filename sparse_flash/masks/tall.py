@@ -16,8 +16,7 @@ BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1
 # (docs/performance/kernels.md). Tall rows are taken where steps are this many times as many by query, or fewer.
 _TIME_OF_PARTIAL = 1.35
 _MOST_TIME = 1.06
-# Distinct ones. Many documents have more, and may be others at each step: 60 in 65,536 tokens took 61 ms to learn that rows of 128
-# are faster, and take 1 ms this way, where compiling takes 5. What has fewer takes up to twice its compiling.
+# Distinct ones. Many documents have more, and learning that rows of 128 are faster takes ten times their compiling.
 _MOST_TILES = 1 << 6
 
 _EMPTY, _FULL = 0, 1  # as in ``decode_parts``
@@ -26,7 +25,7 @@ _EMPTY, _FULL = 0, 1  # as in ``decode_parts``
 def tall_rows(mask: MaskTables) -> KernelTables | None:
     """``by_query`` of one mask in blocks of BLOCK, on the CPU, in tall rows; None if kernels are faster on its rows. A full block
     may lie past the end of the queries."""
-    rows, cols, kind, tile = mask.entries()
+    rows, cols, kind, tile = mask.by_query.entries()
     number, third = 1 + np.where(kind > 0, 2 * tile + kind, 0), rows % 3
     # Tall rows have block rows 0 and 1, 1 and 2, 3 and 4, ...: the upper ones here, then the lower ones.
     chosen = third < 2, third > 0

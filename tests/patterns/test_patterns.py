@@ -301,7 +301,6 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
         (lambda: sf.neighborhood(64, 7), "shape must be a sequence"),
         (lambda: sf.neighborhood((9, 9), 3, stride=4), r"stride must have one number .* at most \(3, 3\); got \(4, 4\)"),
         (lambda: sf.neighborhood((9, 9), (3, 5), dilation=2), r"dilation must have .* at most \(3, 1\); got \(2, 2\)"),
-        (lambda: sf.neighborhood((9, 9), 3, causal=1), r"causal must be True or False.*got \(1, 1\)"),
         (lambda: sf.video_layout(1, 2, 2, (4, 4)), r"tile must be \(frames, height, width\); got \(4, 4\)"),
         (lambda: sf.video_layout(9, 9, 9, (3, 4, 8)), r"power of two of tokens, at most 256.*got \(3, 4, 8\), 96 tokens; Vid.*of"),
         (lambda: sf.VideoLayout.of(9, 9, 9, block_size=32), "block_size must be 64 or 128.*got 32"),
