@@ -38,8 +38,8 @@ class Neighborhood(RunPattern):
     query than after it. The grid must hold all tokens of the sequence; ``shifted`` places one that has other tokens beside it.
     stride, dilation: cells on each axis, or one number for all; None is 1. So many neighbours have one window, that of the middle
     one, of the later one of two. A window has every so many cells, those with the query's remainder. window * dilation is at most
-    shape, stride at most window. causal: whether an axis is causal, or True or False for all; None is False. There the window ends
-    at the query, begins where that of the last of its stride begins, and is cut off at the border.
+    shape, stride at most window. causal: for each axis, or for all; None is False. There the window ends at the query, begins where
+    that of the last of its stride begins, and is cut off at the border.
     """
 
     shape: tuple[Positive, ...]

@@ -35,7 +35,6 @@ class Radial(TilePattern):
 
     A layer is ``layout.tile[0]`` frames and has s tiles; k and l are the numbers of the query's and the key's tile in their layers,
     row by row. ``apart`` is the distance of these layers. f is floor(log2) of the distance in frames, and 0 up to one frame.
-
     With ``tile=(1, 1, 1)`` this is the paper's rule for tokens; else s, k and l count tiles, ``apart`` and the first frame layers.
     The authors' code (mit-han-lab/radial-attention) differs from both: its windows are bands of tokens in raster order, rounded to
     powers of two and scaled by ``decay_factor``, and it keeps a block if most of its columns are.

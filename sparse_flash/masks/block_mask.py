@@ -127,8 +127,7 @@ class BlockMask(MaskTables):
     def from_dense(kept: torch.Tensor, block_size: int = 128) -> BlockMask:
         """The mask of a bool tensor, True where a pair is kept, on its device.
 
-        kept: (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len) bool. For masks that already exist as such a tensor: unlike
-        ``compile_mask``, it scans all pairs on the host. Equal masks of several heads are stored once.
+        kept: (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len) bool. Unlike ``compile_mask``, it scans all pairs.
         """
         return BlockMask.of_tables(build.from_dense(kept, block_size)).to(kept.device)
 
@@ -233,8 +232,7 @@ class BlockMask(MaskTables):
 
     @classmethod
     def find_by_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor]) -> BlockMask:
-        """The mask made on the host that has these tensors, for operators, which receive nothing else, with tables derived from it
-        and remembered launches. Without such a mask, ``from_tensors``."""
+        """The mask made on the host that has these tensors, with all that is kept with it; ``from_tensors`` if there is none."""
         found = _host_masks.get(tensors[1 + Table._fields.index("work")].data_ptr())
         if found is not None and found.sizes == (q_len, kv_len, block_size):
             pairs = zip(found.tensors(), tensors, strict=True)
@@ -387,8 +385,7 @@ def convert_foreign_mask(mask: object) -> BlockMask:
 
 
 def from_flex_cached(mask: FlexMask) -> BlockMask:
-    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced, or its tables or data of its
-    function changed. Where operations are recorded, each call and replay converts a mask without a token rule."""
+    """``BlockMask.from_flex``, once per mask: again only if its tables, its function or what that reads changed."""
     if from_flex.keeps_listed_blocks(mask) and is_recorded(mask.kv_indices.device):
         return BlockMask.from_flex(mask)
     if torch.compiler.is_compiling():
@@ -421,8 +418,8 @@ def compile_cached(pattern: Pattern | str, q_len: int, kv_len: int, block_size: 
     pattern = to_traceable(pattern)
     q_len, kv_len = operator.index(q_len), operator.index(kv_len)  # symbolic lengths as plain numbers: a graph holds one mask
     keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
-    # Results of an operation keep their fixed lengths where they are indexed; with dynamic=True, constants would lose them. Without
-    # Dynamo, torch.export fails with a constant that only an operation without users reads.
+    # With dynamic=True, constants would lose their fixed lengths, and results of an operation keep them. Without Dynamo,
+    # torch.export fails with a constant that only an operation without users reads.
     if torch.compiler.is_dynamo_compiling():
         tensors = [t.detach() for t in tensors]
     return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all)

@@ -165,11 +165,8 @@ def in_blocks_of(mask: MaskTables, block_size: int) -> MaskTables:
 
 
 def take_blocks(mask: MaskTables, rows: np.ndarray, cols: np.ndarray) -> MaskTables:
-    """The tables of some block rows and columns, in the given order, all of them as whole blocks; on the CPU, as ``mask``.
-
-    rows, cols: (n,) int64 block numbers, none of them twice; -1 stands for a block that keeps nothing. Tokens past the lengths of
-    ``mask`` keep nothing, and nothing keeps them. Takes time and memory in proportion to the entries of those rows.
-    """
+    """The tables of some block rows and columns, in the given order, all of them as whole blocks; on the CPU, as ``mask``. rows,
+    cols: (n,) int64 block numbers, none twice; -1: a block that keeps nothing. Tokens past the lengths of ``mask`` keep nothing."""
     size, col_at, table = mask.block_size, np.full(mask.grid.kv_blocks, -1), mask.by_query
     present = np.flatnonzero(cols >= 0)
     col_at[cols[present]] = present

@@ -161,8 +161,7 @@ def _has_choosers(spec: Pattern | str) -> bool:
 
 @cached_until_cleared(maxsize=256)
 def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
-    """The choice of all heads, or of each head for ``per_head``. Raises ValueError for expressions that mix patterns and choosers
-    in another way than ``within & (chooser | always)``, choosers of different blocks, and causal beside a chooser alone."""
+    """The choice of all heads, or of each for ``per_head``. Raises ValueError for other than ``within & (chooser | always)``."""
     pattern = (parse(spec) if isinstance(spec, str) else spec).map_leaves(_expand_choosers)
     if isinstance(pattern, PerBatch):
         raise ValueError(f"per_batch takes patterns without choosers; got {short_text(pattern)}; call once for each sequence")
@@ -261,8 +260,8 @@ def is_causal(within: Pattern | None) -> bool:
 
 @cached_until_cleared(maxsize=256)
 def find_unstated_causal(spec: Pattern | str) -> str | None:
-    """The text of what limits an expression's choosers, if it does not say causal, so that choosers compare later keys too, and no
-    sampled query sees a later key under it; otherwise None."""
+    """The text of what limits an expression's choosers, if it does not say causal and no sampled query sees a later key under it;
+    otherwise None. Choosers then compare later keys too."""
     within = choices_of(spec)[0].within
     if within is None or is_causal(within):
         return None

@@ -1,9 +1,8 @@
 """Pattern -> tables, in time and memory proportional to the blocks that the mask keeps.
 
 1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
-2. Blocks that are still partial are decided by their tokens. In each block only the leaves that are partial *there* matter, so the
-   expression is simplified for each combination of leaf states. Blocks that must be alike are found before any pair is evaluated:
-   on one diagonal for distance rules, by keys that a rule gives (``block_keys``).
+2. Blocks that are still partial are decided by their tokens, under the expression simplified for the states of its leaves there.
+   Of blocks that must be alike, one is evaluated: on a diagonal for distance rules, by keys that a rule gives (``block_keys``).
 3. A block found empty is dropped and one found full is promoted, so the table depends only on the mask's meaning.
 """
 
@@ -19,7 +18,7 @@ import numpy as np
 from .build import check_blocks, from_entries, from_heads
 from .chooser import Chooser
 from .fields import BEYOND
-from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
+from .grid import FULL, PARTIAL, BlockGrid, BlockRuns
 from .mask_tables import MaskTables
 from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, Runs, short_text
 from .rules import block_states
@@ -72,13 +71,12 @@ class _Compilation:
         first = np.full(q_blocks, kv_blocks - cut_col)
         first[-1] *= not cut_row
         cut = BlockRuns.from_row_runs(self.grid.shape, np.arange(q_blocks), first, np.array(kv_blocks), np.array(FULL))
-        return states & ~cut, [self.add_cut_tiles(rows, cols) for rows, cols, _ in (states & cut).blocks(FULL)]
-
-    def add_cut_tiles(self, rows: np.ndarray, cols: np.ndarray) -> Entries:
-        """Full blocks that are cut off have a tile that says where they end."""
-        zero = np.zeros((len(rows), 1, self.grid.block_size), np.int64)
-        tiles = self.pool.add_runs(self.clip_runs(rows, cols, zero, zero + self.grid.block_size)[:, 0])
-        return Entries(*(axis.astype(np.int32) for axis in (rows, cols, tiles)))
+        entries = []
+        for rows, cols, _ in (states & cut).blocks(FULL):  # their tiles say where they end
+            zero = np.zeros((len(rows), 1, size), np.int64)
+            tiles = self.pool.add_runs(self.clip_runs(rows, cols, zero, zero + size)[:, 0])
+            entries.append(Entries(*(axis.astype(np.int32) for axis in (rows, cols, tiles))))
+        return states & ~cut, entries
 
     def decide_blocks(self, states: BlockRuns) -> Iterator[Entries]:
         """Partial blocks, decided by their tokens. Blocks that turn out empty are left out."""
@@ -229,8 +227,7 @@ def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
     if isinstance(pattern, Not):
         inner = _simplify(pattern.operand, states)
         return ~inner if isinstance(inner, Pattern) else not inner
-    settled: dict[int, Pattern | bool] = {EMPTY: False, FULL: True, PARTIAL: pattern}
-    return settled[states[pattern]]
+    return pattern if states[pattern] == PARTIAL else states[pattern] == FULL
 
 
 def is_shift_invariant(rule: Pattern, block_size: int) -> bool:

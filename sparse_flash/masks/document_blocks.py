@@ -22,12 +22,11 @@ _LEAST_GAIN = 1.01  # of predicted time
 def document_tables(
     mask_index: torch.Tensor, by_query: Table, by_key: Table, tiles: tuple[torch.Tensor, torch.Tensor], starts: torch.Tensor
 ) -> KernelTables:
-    """Both tables of a mask of as many queries as keys, in blocks that start where documents start.
+    """Both tables of a mask of as many queries as keys, in blocks that start where documents start. No row is split.
 
-    starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. No row is
-    split. ``col_idx`` and field 0 of a work item are not the number of a block, as elsewhere, but its start. Field 5 is how many
-    blocks have tokens. Field 6 is what to add to a token of the row's document for its position on an axis of whole blocks. Field 7
-    is where the row's tokens end. Items of blocks without tokens, for which tables made on a device have room, come last.
+    starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. ``col_idx``
+    and field 0 of a work item are a block's start, not its number. Field 5 is how many blocks have tokens, 6 what to add to a token
+    of the row's document for its position on an axis of whole blocks, 7 where the row's tokens end. Items without tokens come last.
     """
     return KernelTables(BLOCK, BLOCK, mask_index, by_query, by_key, tiles, starts, document_order=True)
 
@@ -73,8 +72,8 @@ def _estimate_time(is_partial: np.ndarray, rows: int) -> float:
 
 
 def single_runs(mask: MaskTables) -> tuple[np.ndarray, np.ndarray] | None:
-    """(first, stop) of the one run of keys that each query keeps, (q_len,) int64, both 0 if it keeps nothing. None if a query keeps
-    several runs, runs do not ascend, or a query that keeps nothing lies between others. mask: a single one."""
+    """(first, stop) of the one run of keys that each query of one mask keeps, (q_len,) int64, both 0 if it keeps nothing. None for
+    several runs, runs that do not ascend, and a query that keeps nothing between others."""
     rows, cols, kinds, tiles = mask.by_query.entries()
     if (kinds == 2).any():
         return None

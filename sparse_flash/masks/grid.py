@@ -114,14 +114,12 @@ def runs_of(rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray,
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """Block states, run-length encoded: block k of the row-major grid has state ``states[r]`` for the last r with
-    ``starts[r] <= k``.
+    """Block states: block k of the row-major grid has state ``states[r]`` for the last r with ``starts[r] <= k``.
 
     shape: (q_blocks, kv_blocks). starts: (runs,) int64, ascending, starts[0] == 0. states: (runs,) int8 of EMPTY (0),
     PARTIAL (1), FULL (2).
 
-    ``& | ~`` are three-valued logic, in time and memory proportional to the runs rather than the blocks: a causal mask of a million
-    tokens is two runs per row, while a list of its blocks would have 33 million entries.
+    ``& | ~`` are three-valued logic, in time and memory proportional to the runs rather than the blocks.
     """
 
     shape: tuple[int, int]
@@ -213,8 +211,7 @@ class BlockRuns:
         return BlockRuns(self.shape, starts, states)
 
     def blocks(self, state: int | None = None, chunk: int = 1 << 20) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yields (rows, cols, states) of the non-empty blocks, or of those in one state, in row-major order, in pieces of about
-        ``chunk`` blocks (at least one piece), so memory stays bounded."""
+        """Yields (rows, cols, states) of the non-empty blocks, or of those in one state, in order, in one piece or more."""
         chosen = self.states != EMPTY if state is None else self.states == state
         ends = np.append(self.starts[1:], self.shape[0] * self.shape[1])
         first, stop, states = self.starts[chosen], ends[chosen], self.states[chosen]

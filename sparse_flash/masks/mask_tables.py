@@ -20,7 +20,7 @@ from .tiles import dense_batches, runs_to_dense, unpack_bits, unpack_runs
 
 @dataclass(frozen=True, eq=False)
 class MaskTables:
-    """Fields of a ``BlockMask``, whose docstring describes them: what functions below that class make and read."""
+    """Fields of a ``BlockMask``, whose docstring describes them."""
 
     q_len: int
     kv_len: int
@@ -211,8 +211,7 @@ class MaskTables:
         return self.kept_by_queries(self.stored_index(batch, head), row, slice(within, within + 1))[0]
 
     def kept_by_queries(self, number: int, row: int, within: slice) -> torch.Tensor:
-        """Which keys neighbouring queries of one block row keep: (queries, kv_len) bool on the CPU. number: of the stored mask.
-        within: the queries, counted from the first of the block row."""
+        """Which keys some queries of a stored mask's block row keep: (queries, kv_len) bool on the CPU. within: the queries."""
         table, queries = self.by_query, within.stop - within.start
         begin, end = table.row_ptr[number, row : row + 2].tolist()
         runs, bits = table.row_split[number, row].tolist()

@@ -75,13 +75,11 @@ class Pattern:
         raise NotImplementedError(f"{type(self).__name__} defines no token_rule, and some of its blocks are partial")
 
     def named_tokens(self) -> tuple[int, int] | None:
-        """The least and the greatest length of the sequences that the pattern is for, if it names a number of tokens, as a grid
-        does; None if it is for any length. Compiling it for another length raises ValueError."""
+        """The least and the greatest length of the sequences that the pattern is for, as of a grid; None if it is for any."""
         return None
 
     def length_refusal(self, q_len: int, kv_len: int) -> str | None:
-        """Why the pattern is not for these lengths, or None. With fewer queries than keys, as in decoding, the last tokens that it
-        names may be yet to come."""
+        """Why the pattern is not for these lengths, or None. In decoding, the last tokens that it names may be yet to come."""
         least, most = self.named_tokens() or (0, kv_len)
         if least <= kv_len <= most or (kv_len < least and q_len < kv_len):
             return None
@@ -101,11 +99,8 @@ class Pattern:
         return 1 if self.shift_invariant else None
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns | SparseMatrix | None:
-        """States of the grid's blocks (1 partial, 2 full) as a (q_blocks, kv_blocks) scipy.sparse matrix or a BlockRuns, or None if
-        only the tokens of blocks tell them apart.
-
-        It may call an empty or full block partial: compiling evaluates the tokens of partial blocks.
-        """
+        """States of the grid's blocks (1 partial, 2 full) as a (q_blocks, kv_blocks) scipy.sparse matrix or a BlockRuns; None: all
+        are partial. Compiling evaluates the tokens of partial blocks, so an empty or full block may be called partial."""
         return None
 
     def block_keys(self, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
@@ -113,11 +108,8 @@ class Pattern:
         return None
 
     def row_runs(self, q: np.ndarray) -> Runs | None:
-        """The keys that each query keeps, as runs [first, stop) of positions, or None if that is not a natural form.
-
-        q: any shape S of int64 positions. Returns two int64 arrays of shape (*S, runs); the runs of a query are ascending and
-        disjoint; a run with stop <= first is empty.
-        """
+        """The keys that each query keeps, as runs [first, stop) of positions, or None if that is no natural form. q: any shape S.
+        Returns two int64 arrays (*S, runs), ascending and disjoint; a run with stop <= first is empty."""
         return None
 
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:

@@ -67,11 +67,6 @@ def list_registered(chooses: bool) -> list[str]:
 
 def pattern_class(name: str) -> type[Pattern]:
     """The class registered under ``name``. Raises ValueError that lists the nearest names."""
-    if name == "layout":
-        raise ValueError(
-            "layout stands for a video's layout only in use_sparse_flash for diffusers; here write "
-            "video_layout(frames, height, width)"
-        )
     if name not in _registry:
         hint = suggest_names(name, sorted(_registry))
         own = "For one of your own, import the file that registers it, on the command line by --import FILE"

@@ -26,8 +26,7 @@ def reorder_tensor(x: torch.Tensor, dim: int, layout: Any, to: str, tokens: int)
         said = {"to_tiles": "before it is in tile order", "to_raster": "in tile order"}[to]
         raise ValueError(f"x must have {tokens} tokens in dimension {dim} {said}, of {layout}; got shape {tuple(x.shape)}")
     if torch.compiler.is_compiling():
-        # PyTorch before 2.13 takes text alone as a constant. An operation's result keeps its length with dynamic=True, a constant
-        # does not.
+        # PyTorch before 2.13 takes only text as a constant. With dynamic=True, only an operation's result keeps its length.
         order = [index.detach() for index in _constant_order(layout.to_spec(), x.device)]
     else:
         order = _make_order(layout, x.device)

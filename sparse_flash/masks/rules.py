@@ -7,7 +7,6 @@ DistancePattern the rule applies to the distance between two units       strided
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -51,9 +50,9 @@ class RunPattern(Pattern):
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
         """Run by run: some query of a row reaches from the least first to the greatest stop, all from the greatest to the least."""
-        runs = self._count_runs(grid.offset)
-        pieces = []
-        for rows in _row_chunks(grid, runs * grid.block_size):
+        pieces, step = [], max(1, _CHUNK // (self._count_runs(grid.offset) * grid.block_size))  # bounds memory
+        for low in range(0, grid.q_blocks, step):
+            rows = np.arange(low, min(low + step, grid.q_blocks))
             first, stop = self.row_runs(grid.q_positions(rows))
             first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
             empty = stop <= first
@@ -75,17 +74,8 @@ class RunPattern(Pattern):
         return runs
 
 
-def _row_chunks(grid: BlockGrid, numbers_per_row: int) -> Iterator[np.ndarray]:
-    """The block rows, in chunks small enough for this many numbers per row to fit in bounded memory."""
-    step = max(1, _CHUNK // numbers_per_row)
-    return (np.arange(low, min(low + step, grid.q_blocks)) for low in range(0, grid.q_blocks, step))
-
-
 def _round_to_blocks(grid: BlockGrid, rows: np.ndarray, first: np.ndarray, stop: np.ndarray, state: int) -> _RowRuns:
-    """Runs of blocks (row, first, stop, state) from runs of tokens, one or more per block row.
-
-    rows: (rows,). first, stop: (rows, runs) key positions. state: PARTIAL takes blocks that a run touches, FULL those it covers.
-    """
+    """Runs of blocks that runs of keys, first and stop (rows, runs), touch (for PARTIAL) or cover (for FULL)."""
     size = grid.block_size
     first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
     if state == PARTIAL:
@@ -155,11 +145,8 @@ def _tokens_in_units(tokens: int, position: int, unit: int, size: int) -> scipy.
 
 
 def _find_units(unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the units of each block in order, (n, units), where the last may repeat; the index of each token's unit among them).
-
-    unit: (n, block), the unit of each token of n blocks, ascending. [[4, 4, 5], [6, 6, 6]] gives [[4, 5], [6, 6]] and
-    [[0, 0, 1], [0, 0, 0]].
-    """
+    """(the units of each block, (n, units), where the last may repeat; the index of each token's unit among them). unit: (n, block)
+    ascending, the unit of each token. [[4, 4, 5], [6, 6, 6]] gives [[4, 5], [6, 6]] and [[0, 0, 1], [0, 0, 0]]."""
     index = unit - unit[:, :1]
     return np.minimum(unit[:, :1] + np.arange(index[:, -1].max() + 1), unit[:, -1:]), index
 
@@ -190,10 +177,7 @@ class DistancePattern(UnitPattern):
 
 @dataclass(frozen=True)
 class Moved(Pattern):
-    """A pattern whose position 0 is position ``by``, for keys from there on: it may say anything of those before.
-
-    pattern: one that is not composed of others.
-    """
+    """A pattern, not composed of others, whose position 0 is position ``by``; it may say anything of keys before that."""
 
     pattern: Pattern
     by: int

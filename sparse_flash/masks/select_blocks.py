@@ -56,11 +56,8 @@ _lasting_numbers = cached_until_cleared(maxsize=64)(_number_masks)
 
 @torch.library.custom_op(operator_name("select_tables"), mutates_args=())
 def select_tables(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int) -> list[torch.Tensor]:
-    """The tensors of both tables of the entries that each map keeps, for compiled graphs. One operator, so that a graph computes
-    what an eager call does, instead of thirty operations that a compiler fuses anew.
-
-    maps: (masks, q_blocks, kv_blocks) bool, or int32 of bits. within: the tensors of one mask's two tables.
-    """
+    """The tensors of both tables of the entries that each map keeps, for compiled graphs, which then compute what eager calls do.
+    maps: (masks, q_blocks, kv_blocks) bool, or int32 of bits. within: the tensors of one mask's two tables."""
     by_query, by_key = Table(*within[: len(within) // 2]), Table(*within[len(within) // 2 :])
     tensors = _select_both(maps, by_query, by_key, (maps.shape[1], kv_blocks))
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
@@ -93,8 +90,7 @@ def _select_both(
 
 
 def dense_tensors(grid: BlockGrid, device: torch.device) -> list[torch.Tensor]:
-    """The tensors of the mask that keeps every pair, made on the device: a copy from the host would repeat in each replay of a
-    graph."""
+    """The tensors of the mask that keeps every pair, made on the device: a graph's replays would repeat a copy from the host."""
     size, cut_row, cut_col = grid.block_size, grid.q_len % grid.block_size, grid.kv_len % grid.block_size
     # The tile that says where a cut block ends: 0 in the last column, 1 in the last row, 2 in the corner.
     tile = torch.zeros(grid.shape, dtype=torch.int32, device=device)
@@ -156,8 +152,7 @@ def select_in_torch(maps: torch.Tensor, by_query: Table, by_key: Table, shape: t
 
 
 def _select_entries(maps: torch.Tensor, table: Table) -> tuple[RowArrays, tuple[torch.Tensor, torch.Tensor]]:
-    """((row_ptr, row_split, row_order), (col_idx, tile_idx)) of the entries that each map keeps, in the order of the table. maps:
-    (masks, rows, cols) bool."""
+    """((row_ptr, row_split, row_order), (col_idx, tile_idx)) of the entries that each map, (masks, rows, cols) bool, keeps."""
     masks, rows, listed = len(maps), maps.shape[1], len(table.col_idx)
     ptr, split = table.row_ptr[0].long(), table.row_split[0].long()
     row = torch.searchsorted(ptr[1:], torch.arange(listed, device=maps.device), right=True)
@@ -178,8 +173,7 @@ def _select_entries(maps: torch.Tensor, table: Table) -> tuple[RowArrays, tuple[
 def select_by_kernel(
     maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], room: int, within: object = None
 ) -> list[Table]:
-    """``select_in_torch`` by kernels. room: the most blocks that all maps may keep. within: the BlockMask of the tables, with which
-    launches are kept; None: they are not."""
+    """``select_in_torch`` by kernels. room: the most blocks that all maps may keep. within: the BlockMask that keeps launches."""
     from ..kernels.tables.select import select_tables
 
     of_splits = most_splits(shape[1]), most_splits(shape[0]), *split_limits()
@@ -187,10 +181,8 @@ def select_by_kernel(
 
 
 def build_work(by_query: RowArrays, by_key: RowArrays, longest: int, k_longest: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(work, splits) of the two tables of a mask made on their device, without synchronization.
-
-    by_query, by_key: (row_ptr, row_split, row_order). longest, k_longest: the most blocks that a row of each may have.
-    """
+    """(work, splits) of the two tables of a mask made on their device, without synchronization. longest, k_longest: the most blocks
+    that a row of each may have."""
     if not can_launch_kernel(by_query[0]):
         return [build_split_work(*by_query, longest), build_split_work(*by_key, k_longest)]
     from ..kernels.tables.splits import split_rows

@@ -17,8 +17,8 @@ ROW, BEGIN, RUNS, BITS, END, SPLIT, ITEMS, _ = range(8)
 WORK_FIELDS, SPLIT_FIELDS = 8, 4
 
 # A row is split if it has more blocks than _HEAVY_BLOCKS, more than _HEAVY_RATIO times the mean, and more than _HEAVY_SHARE of all
-# blocks: one program would still work on it when the others are done, unless there are many more heads than most models have. Each
-# split has about _SPLIT_BLOCKS blocks, or _SPLIT_RATIO times the mean. The results of each split cost a pass over 64 KiB.
+# blocks: one program would still work on it when the others are done. Each split has about _SPLIT_BLOCKS blocks, or _SPLIT_RATIO
+# times the mean, and costs a pass over 64 KiB of results.
 _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
 # Groups of rows, such as documents, have this many rows at least, on average: operands of fewer stay in the L2 cache in any order.
 _ROWS_OF_A_GROUP = 8
@@ -108,8 +108,7 @@ class KernelTables(NamedTuple):
     """Tables derived from one mask's, which kernels iterate over instead: see ``tall`` and ``document_blocks``.
 
     block_size: keys of a block. row_queries: queries in a row of ``by_query``. by_key: None for tall rows, which are for forward.
-    tiles: (run tiles, row_queries) and (bit tiles, row_queries, block_size / 32) int32; they may say anything of queries past the
-    end of their row. starts, document_order: as in ``BlockMask``.
+    tiles: (run tiles, row_queries) and (bit tiles, row_queries, block_size / 32) int32; any bits past the end of their row.
     """
 
     block_size: int
@@ -140,8 +139,7 @@ def move_tables(tables: Any, device: torch.device) -> Any:
 
 
 class FullBlocks(NamedTuple):
-    """The full blocks of one mask as runs [first, stop) of columns in a row, (runs,) int64 each, in order: causal at a million
-    tokens has 33 million blocks and 8,191 runs. shape: of the grid of blocks."""
+    """The full blocks of one mask as runs [first, stop) of columns in a row, (runs,) int64 each, in order. shape: of the grid."""
 
     shape: tuple[int, int]
     rows: np.ndarray
@@ -255,7 +253,7 @@ def build_table(full: FullBlocks, partial: PartialBlocks) -> Table:
     of_full = full.ptr
     ptr = of_full + before
     bits = ptr[1:] - of_bits
-    # Each partial block follows those before it and the full blocks of all rows up to its own.
+    # Each partial block follows those before it and the full blocks of all rows up to this one.
     entry = of_full[partial.rows + 1] + np.arange(len(partial.rows))
     tiles, cols = np.zeros(ptr[-1], np.int32), np.ones(ptr[-1], np.int32)
     # A full block's column is the last one's plus 1, except where a run begins: steps, which are then summed up in place.
@@ -269,8 +267,7 @@ def build_table(full: FullBlocks, partial: PartialBlocks) -> Table:
 
 
 def bands_of(table: Table, mask: int, cols: int, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:
-    """The reverse of ``build_table``, for one stored mask of ``cols`` columns: the blocks of some rows, a multiple of ``step``,
-    then of the next, so that memory stays bounded."""
+    """The reverse of ``build_table`` for one stored mask, some rows at a time, a multiple of ``step``, in bounded memory."""
     ptr, split = (bounds[mask].cpu().numpy().astype(np.int64) for bounds in (table.row_ptr, table.row_split))
     col_idx, tile_idx, rows = table.col_idx.cpu().numpy(), table.tile_idx.cpu().numpy(), len(ptr) - 1
     ends = np.append(np.arange(0, rows, step), rows)
@@ -303,17 +300,6 @@ def _stable_order(numbers: np.ndarray) -> np.ndarray:
     return order[np.argsort(high[order], kind="stable")] if high.any() else order
 
 
-def ends_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last block column of each row of one mask, (rows,) each; of an empty row the largest number and -1."""
-    bounds = np.column_stack([ptr[:-1], split, ptr[1:]])
-    first, last = np.full(len(split), np.iinfo(np.int32).max), np.full(len(split), -1)
-    for begin, end in pairwise(bounds.T):  # of each kind
-        some = begin < end
-        first[some] = np.minimum(first[some], cols[begin[some]])
-        last[some] = np.maximum(last[some], cols[end[some] - 1])
-    return first, last
-
-
 def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarray:
     """(rows,) integers: which group each row of one mask belongs to, from 0, the group with the heaviest row first. All 0 where
     there are no groups. ptr, split, cols: row_ptr, row_split and col_idx.
@@ -322,7 +308,11 @@ def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarra
     not, a document. Programs at work on rows of several long documents read more than the L2 cache holds.
     """
     count = np.diff(ptr)
-    first, last = ends_of(ptr, split, cols)
+    first, last = np.full(len(count), np.iinfo(np.int32).max), np.full(len(count), -1)
+    for begin, end in pairwise(np.column_stack([ptr[:-1], split, ptr[1:]]).T):  # of each kind
+        some = begin < end
+        first[some] = np.minimum(first[some], cols[begin[some]])
+        last[some] = np.maximum(last[some], cols[end[some] - 1])
     if ((last - first + 1 != count) & (count > 0)).any():
         return np.zeros(len(count), np.int64)
     ends, group = min((np.unique(side, return_inverse=True) for side in (first, last)), key=lambda found: len(found[0]))
@@ -336,9 +326,8 @@ def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarra
 
 
 def weights_of(count: np.ndarray) -> np.ndarray:
-    """Numbers by which rows, or items, of ``count`` blocks are ordered, (n,) integers: ``count``. Where most are about as heavy as
-    the heaviest, these count as equal and stay in order of position, because neighbours read the same keys, or neighbouring ones.
-    """
+    """``count``, the blocks of rows, as they are ordered by: where most are about as heavy as the heaviest, these count as equal
+    and stay in order of position, because neighbours read the same keys."""
     most = count.max(initial=0)
     alike = count >= _ALIKE * most
     return np.where(alike, most, count) if np.count_nonzero(alike) >= _ALIKE * len(count) else count
@@ -373,8 +362,8 @@ def ordered_bounds(row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: to
 def build_split_work(
     row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(work, splits) of a table made on a device, in operations whose shapes do not depend on its contents: see ``Table`` and
-    ``split_limits``. longest: the most blocks that a row may have. ``kernels/tables/splits.py`` does the same in one launch."""
+    """(work, splits) of a table made on a device, in operations of fixed shapes: see ``split_limits``. longest: the most blocks of
+    a row. ``kernels/tables/splits.py`` does the same in one launch."""
     bounds, room = ordered_bounds(row_ptr, row_split, row_order), most_splits(longest)
     masks, rows = row_order.shape
     if not room:
