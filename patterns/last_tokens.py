@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..masks.fields import BEYOND, Positive
-from ..masks.fit import unknown_end_error
+from ..masks.fit import check_known_end
 from ..masks.pattern import Pattern
 from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
@@ -34,7 +34,7 @@ class LastTokens(Pattern):
         return _Ending(max(0, kv_len - self.tokens))
 
     def block_rule(self, grid):
-        raise unknown_end_error(self)
+        check_known_end(self)
 
     def token_rule(self, q, kv):
         self.block_rule(None)

@@ -33,7 +33,8 @@ from ..masks.tiles import unique_rows
 
 
 class OverTiles(UnitPattern):
-    """The rule applies to tiles of a ``layout``: define ``tile_rule``. The units are its tiles, and after them what is beside."""
+    """The rule applies to tiles of a ``layout``: define ``tile_rule(q, kv)``, of the cells of tiles, an array for each axis. The
+    units are its tiles, and after them what is beside."""
 
     keep_beside = True
     hides_padding = True
@@ -53,10 +54,6 @@ class OverTiles(UnitPattern):
                 "before it; pass layout.to_tiles(q, dim), and k and v alike"
             )
         return found
-
-    def tile_rule(self, q, kv):
-        """Which tiles see which: bool, broadcast over q and kv, the cells of tiles on each axis, three arrays each."""
-        raise NotImplementedError(f"{type(self).__name__} defines no tile_rule")
 
     def unit_rule(self, i, j):
         tiles = self.layout.tiled // self.block
@@ -180,8 +177,7 @@ class VideoLayout(OverTiles):
 
     @property
     def positions(self):
-        """(length, 3) int64 array: frame, row and column of each token in tile order, for rotary embeddings; -1 for padding and
-        for tokens beside the video."""
+        """(length, 3) int64: frame, row and column of each token in tile order; -1 for padding and tokens beside the video."""
         position = np.arange(self.length)
         token, grid = self.token_at - self.prefix, np.full((self.length, 3), -1)
         some = self.exists(position) & (position < self.tiled)

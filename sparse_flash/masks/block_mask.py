@@ -70,7 +70,7 @@ class BlockMask(MaskTables):
 
     coarse: BlockMask | None = None
 
-    # The mask whose blocks these are a choice of, made on the device: then launches are kept with that one, for all such masks.
+    # The mask whose blocks these are a choice of, made on the device: launches are kept with that one.
     selected_from: ClassVar[BlockMask | None] = None
     starts: ClassVar[None] = None  # blocks start at multiples of their size, except in ``by_document``
 
@@ -105,8 +105,8 @@ class BlockMask(MaskTables):
         within: which pairs of those blocks to keep, all by default: a Pattern or its spec text, or a BlockMask of one mask, with
         the same lengths and block size, on the map's device.
 
-        No host synchronization, safe under CUDA graphs. A pattern is compiled on the host at its first use with these lengths, and
-        cached: use it once before capturing a graph. The table has room for every block that ``within`` keeps.
+        No host synchronization, safe under CUDA graphs; a pattern is compiled and cached at its first use with these lengths, so
+        use it once before capturing. The table has room for every block that ``within`` keeps.
         """
         blocks = by_head("blocks", blocks, "q_blocks, kv_blocks")
         q_blocks, kv_blocks = blocks.shape[2:]

@@ -112,14 +112,10 @@ def check_keep(keep: object, what: str = "keep") -> int | float:
     """``keep`` as a number of blocks or as a share. Raises TypeError or ValueError for other values. what: the error's subject."""
     if isinstance(keep, (bool, np.bool_)) or not isinstance(keep, (Real, np.integer, np.floating)):
         raise TypeError(f"{what} must be an int, blocks a row, or a float, a share of them; got {keep!r}")
-    if isinstance(keep, (int, np.integer)):
-        if keep < 1:
-            raise ValueError(f"{what} must be at least one block a row; got {keep}")
-        return int(keep)
-    share = float(keep)
-    if not 0 < share <= 1:
-        raise ValueError(f"{what} as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
-    return share
+    is_count = isinstance(keep, (int, np.integer))
+    if not (keep >= 1 if is_count else 0 < keep <= 1):
+        raise ValueError(f"{what} must be at least one block a row, an int, or a share in (0, 1], a float; got {keep}")
+    return int(keep) if is_count else float(keep)
 
 
 def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:

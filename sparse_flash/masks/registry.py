@@ -68,9 +68,12 @@ def list_registered(chooses: bool) -> list[str]:
 def pattern_class(name: str) -> type[Pattern]:
     """The class registered under ``name``. Raises ValueError that lists the nearest names."""
     if name not in _registry:
-        hint = suggest_names(name, sorted(_registry))
-        own = "For one of your own, import the file that registers it, on the command line by --import FILE"
-        raise ValueError(f"unknown pattern {name!r}; {hint}{'' if hint.endswith('?') else '.'} {own}")
+        near = difflib.get_close_matches(name.lower(), sorted(_registry), n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(sorted(_registry))}."
+        raise ValueError(
+            f"unknown pattern {name!r}; {hint} For one of your own, import the file that registers it, on the command line by "
+            "--import FILE"
+        )
     return _registry[name]
 
 
@@ -80,9 +83,3 @@ def find_docstring_line(cls: type[Pattern], subject: str) -> str:
         if found := re.search(rf"^\s*{subject}: (.+)$", text or "", re.MULTILINE):
             return found[1]
     return ""
-
-
-def suggest_names(name: str, known: list[str]) -> str:
-    """The names that an error about an unknown one suggests."""
-    near = difflib.get_close_matches(name.lower(), known, n=3)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known) or 'none'}"

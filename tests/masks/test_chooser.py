@@ -64,8 +64,8 @@ def test_a_head_of_patterns_alone_must_have_the_limits_of_the_others():
     [
         ({}, ValueError, "{name} must have one rule of keep=, mass=, floor=, budget=; got none; pass one"),
         ({"keep": 2, "mass": 0.5}, ValueError, "must have one rule .*; got keep=2 and mass=0.5; pass one"),
-        ({"keep": 0}, ValueError, "{name}: keep must be at least one block a row; got 0"),
-        ({"keep": 0.0}, ValueError, r"keep as a share must be in \(0, 1\]; got 0.0; pass an int"),
+        ({"keep": 0}, ValueError, "{name}: keep must be at least one block a row.*; got 0"),
+        ({"keep": 0.0}, ValueError, r"keep must be .* or a share in \(0, 1\], a float; got 0.0"),
         ({"keep": True}, TypeError, "keep must be an int, blocks a row, or a float, a share of them; got True"),
         ({"mass": 0}, ValueError, "{name}: mass must be a number, 0 < mass <= 1; got 0"),
         ({"floor": 1.1}, ValueError, "floor must be a number, 0 < floor <= 1; got 1.1"),

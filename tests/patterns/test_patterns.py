@@ -295,7 +295,7 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
         (lambda: sf.documents(9), "sequence of integers; got 9"),
         (lambda: sf.random(0.0), "0 < density <= 1; got 0.0"),
         (lambda: sf.random(True), "0 < density <= 1; got True"),
-        (lambda: sf.neighborhood((4, 4), 5), r"none larger than the axis; got \(5, 5\)"),
+        (lambda: sf.neighborhood((4, 4), 5), r"one number for each axis, at most .*; got \(5, 5\)"),
         (lambda: sf.neighborhood((4, 4), (3,)), "one number for each axis"),
         (lambda: sf.neighborhood((2, 2, 2, 2), 1), "1 to 3 axes"),
         (lambda: sf.neighborhood(64, 7), "shape must be a sequence"),
