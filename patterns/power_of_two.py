@@ -25,9 +25,7 @@ from ..masks.rules import DistancePattern
 @register_pattern("power_of_two")
 @dataclass(frozen=True)
 class PowerOfTwo(DistancePattern):
-    """Units at a distance of 0 or a power of two.
-
-    factors: how many powers, |i - j| < 2**factors; None for no limit. block: tokens in a unit.
+    """Units at a distance of 0 or a power of two. factors: how many powers; None for no limit. block: tokens in a unit.
 
     With causal a unit reaches every earlier unit in at most log2(units) layers; with ``causal & butterfly`` it does not.
     """

@@ -25,10 +25,8 @@ from ..masks.rules import DistancePattern
 @register_pattern("strided")
 @dataclass(frozen=True)
 class Strided(DistancePattern):
-    """Units nearer than ``stride`` and units whose distance is a multiple of it.
-
-    stride: units. block: tokens in a unit. The paper's stride counts tokens, ``block=1``, which leaves no block empty.
-    """
+    """Units nearer than ``stride`` and units whose distance is a multiple of it. stride: units. block: tokens in a unit. The
+    paper's stride counts tokens, ``block=1``, which leaves no block empty."""
 
     stride: Positive
     block: Positive = 128

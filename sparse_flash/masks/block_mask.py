@@ -212,7 +212,7 @@ class BlockMask(MaskTables):
             of_one_mask = self.block_size == KERNEL_BLOCK and self.masks == 1
             few = self.by_query.col_idx.numel() <= MOST_DERIVED
             made = run_in_thread(lambda: move_tables(make(self.to("cpu")), self.device)) if of_one_mask and few else None
-            # Launches may have been remembered with the first tables, so those stay, should two threads make some.
+            # Of two threads' tables the first stay, with which launches may have been remembered.
             self.__dict__.setdefault(name, made)
         return cast("KernelTables | None", self.__dict__[name])
 

@@ -112,10 +112,10 @@ def check_keep(keep: object, what: str = "keep") -> int | float:
     """``keep`` as a number of blocks or as a share. Raises TypeError or ValueError for other values. what: the error's subject."""
     if isinstance(keep, (bool, np.bool_)) or not isinstance(keep, (Real, np.integer, np.floating)):
         raise TypeError(f"{what} must be an int, blocks a row, or a float, a share of them; got {keep!r}")
-    is_count = isinstance(keep, (int, np.integer))
-    if not (keep >= 1 if is_count else 0 < keep <= 1):
+    number = int(keep) if isinstance(keep, (int, np.integer)) else float(keep)
+    if not (number >= 1 if isinstance(number, int) else 0 < number <= 1):
         raise ValueError(f"{what} must be at least one block a row, an int, or a share in (0, 1], a float; got {keep}")
-    return int(keep) if is_count else float(keep)
+    return number
 
 
 def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:
@@ -136,8 +136,7 @@ def list_choosers() -> list[str]:
 
 
 class HeadChoice(NamedTuple):
-    """An expression with choosers, of one head or of all. within: the pairs that may be kept, None for all. choosers: any number.
-    always: what is kept within that in any case, or None."""
+    """``within & (choosers | always)``, of one head or of all. within: None for all pairs. always: None for nothing."""
 
     within: Pattern | None
     choosers: tuple[Chooser, ...]

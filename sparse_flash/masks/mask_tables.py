@@ -1,5 +1,4 @@
-"""The tables and tiles of one or several masks, and what they say: which blocks and pairs they keep. The docstring of ``BlockMask``
-defines the format."""
+"""The tables and tiles of one or several masks, and which blocks and pairs they keep. ``BlockMask`` defines the format."""
 
 from __future__ import annotations
 
@@ -181,10 +180,8 @@ class MaskTables:
 
     @outside_graphs
     def block_states(self) -> torch.Tensor:
-        """Block states: 0 empty, 1 partial, 2 full (keeps all of its existing pairs).
-
-        (q_blocks, kv_blocks) int8, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
-        """
+        """Block states: 0 empty, 1 partial, 2 full (keeps all of its existing pairs). (q_blocks, kv_blocks) int8, or (batch | 1,
+        heads | 1, q_blocks, kv_blocks) for several masks."""
         rows, cols, kind, tile = self.by_query.entries()
         full = self.pairs_of(kind, tile) == self.grid.heights(rows) * self.grid.widths(cols)
         states = np.full((self.masks, *self.grid.shape), EMPTY, np.int8)
@@ -192,10 +189,8 @@ class MaskTables:
         return self._spread_over_heads(torch.from_numpy(states))
 
     def kept_blocks(self) -> torch.Tensor:
-        """Which blocks the mask visits, on its device without host synchronization; the reverse of ``from_blocks``.
-
-        (q_blocks, kv_blocks) bool, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
-        """
+        """Which blocks the mask visits, on its device without host synchronization; the reverse of ``from_blocks``. (q_blocks,
+        kv_blocks) bool, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks."""
         ends = self.by_query.row_ptr[:, 1:].flatten().contiguous()
         cols = self.by_query.col_idx
         row = torch.searchsorted(ends, torch.arange(len(cols), dtype=torch.int32, device=self.device), right=True)
@@ -224,10 +219,8 @@ class MaskTables:
 
     @outside_graphs
     def to_dense(self) -> torch.Tensor:
-        """True where a pair is kept: (q_len, kv_len) bool, or (batch | 1, heads | 1, q_len, kv_len) for several masks.
-
-        Takes q_len x kv_len bytes per mask: for inspecting short masks and for tests.
-        """
+        """True where a pair is kept: (q_len, kv_len) bool, or (batch | 1, heads | 1, q_len, kv_len) for several masks. For
+        inspecting short masks."""
         rows, cols, kind, tile = self.by_query.entries()
         size = self.block_size
         dense = np.zeros((self.masks, self.grid.q_blocks, self.grid.kv_blocks, size, size), bool)

@@ -318,7 +318,7 @@ class _Composite(_Expression):
 
 def layout_of(*patterns: Pattern) -> Any:
     """The VideoLayout of the patterns in these expressions, itself a pattern of all keys but padding, or None. Raises ValueError
-    for several. ``| ~``, ``per_head`` and ``per_batch`` put it before what would keep padding, as no query is to see any."""
+    for several. ``| ~``, ``per_head`` and ``per_batch`` put it before what would keep padding."""
     found = (getattr(leaf, "layout", None) for one in patterns for leaf in one.leaves())
     layouts = [one for one in found if isinstance(one, Pattern) and one.hides_padding]
     if any(one != layouts[0] for one in layouts):

@@ -20,11 +20,8 @@ RowArrays: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def select_by_maps(maps: torch.Tensor, within: MaskTables) -> list[torch.Tensor]:
-    """The tensors of a mask of the blocks of ``within``, one mask, that each map keeps.
-
-    maps: (batch, heads, q_blocks, kv_blocks) bool, or (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits. The table has
-    room for all that ``within`` keeps, for each map.
-    """
+    """The tensors of a mask of the blocks of ``within``, one mask, that each map keeps, with room for all. maps: (batch, heads,
+    q_blocks, kv_blocks) bool, or (batch, heads, q_blocks, ceil(kv_blocks / 32)) int32 of bits."""
     if not torch.compiler.is_compiling() and in_differentiating_transform():
         raise NotImplementedError(
             "masks of blocks are not made under vmap or torch.func's transforms; make the mask before, or put what vmap would map "
@@ -107,11 +104,8 @@ def dense_tensors(grid: BlockGrid, device: torch.device) -> list[torch.Tensor]:
 
 
 def map_from_lists(indices: torch.Tensor, counts: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """The block map of lists of blocks of keys, (batch | 1, heads | 1, *shape) bool, by operations of fixed shapes.
-
-    indices: (batch | 1, heads | 1, q_blocks, n) integers; a row's entries past its count may hold anything. counts: without n.
-    shape: (q_blocks, kv_blocks). Values on a GPU are not checked: blocks beyond the keys are left out.
-    """
+    """The block map of lists of blocks of keys, (batch | 1, heads | 1, *shape) bool. indices: (batch | 1, heads | 1, q_blocks, n)
+    integers; past its count a row may hold anything. counts: without n. On a GPU, blocks beyond the keys are left out."""
     if indices.shape[2] != shape[0]:
         raise ValueError(f"kv_indices must have a row for each of {shape[0]} blocks of queries; got shape {tuple(indices.shape)}")
     entry, row = (torch.arange(n, device=indices.device) for n in (indices.shape[3], shape[0]))

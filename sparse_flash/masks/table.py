@@ -69,7 +69,7 @@ class Table(NamedTuple):
                                   least two splits, so at most half of these rows are in use.
 
     ``col_idx`` and ``tile_idx`` may be longer than row_ptr indicates. A table made on a device, unless it is of documents, has its
-    rows by weight only, and room for splits that it may not use: its splits come first, row by row, then the other rows.
+    rows by weight only, and room for splits, which come first, row by row, then the other rows.
     """
 
     row_ptr: torch.Tensor
