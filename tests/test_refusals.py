@@ -266,7 +266,7 @@ TABLES = (
     foreign("attention", is_causal='pass mask="causal"', enable_gqa="leave it out", window_size="window(left, right)",
         softmax_scale="scale=", attn_mask="BlockMask.from_dense", block_mask="mask=", cu_seqlens_q="attention_varlen"),
     foreign("attention decode varlen", zzz="it takes q, k, v,"),
-    row("compile", V, "block= in the chooser says the size of blocks", pattern=CHOOSER, block_size=64),
+    row("compile", V, r"make a mask for it by choose_blocks\(spec, q, k\)", pattern=CHOOSER, block_size=64),
     # Masks.
     row("attention", V, "causal &", mask="causal &"),
     row("attention decode varlen layer", V, TYPO, mask="cusal"),
@@ -358,7 +358,7 @@ TABLES = (
     row("selection", V, "does not take a BlockSelection", precision="fp8"),
     # Blocks with the largest means.
     row("topk", V, "at least one block a row.*; got 0", keep=0),
-    row("topk", V, r"share must be in \(0, 1\]; got 0.0", keep=0.0),
+    row("topk", V, r"share in \(0, 1\], a float; got 0.0", keep=0.0),
     row("topk", T, "int, blocks a row, or a float.* got True", keep=True),
     row("topk", V, r"within must have .* \(64, 64, 128\); got \(60, 60, 128\)", within=compiled("causal", 60)),
     row("topk", V, r"within must be one mask for all heads; got .*\(1, 4\)", within=HEADS),
@@ -424,7 +424,7 @@ TABLES = (
     row("choose", V, r"scores must be .* of shape \(2, 4, 1, 1\)", spec="scored(keep=1)", scores=SCORES[:, :2]),
     row("choose", V, "got list", q=Q[:0], k=K[:0], spec="scored(keep=1)", scores=[1.0]),
     row("choose", V, "scores must be on cpu, as q is; got meta", spec="scored(keep=1)", scores=SCORES.to("meta")),
-    row("choose", V, r"choosers are joined by \|", spec="pooled(keep=1) & sampled(8, keep=1)"),
+    row("choose", V, r"choosers .* are joined by \|", spec="pooled(keep=1) & sampled(8, keep=1)"),
     *(row("attention", V, said, **dict.fromkeys("qkv", q), mask=mask) for q in (Q[:0], Q[:, :0], Q[:, :, :0]) for mask, said in (
         ("causal | pooled(keep=1)", "causal must stand before"), ("pooled(keep=1) & scored(keep=1)", r"joined by \|"))),
     *(row("choose", V, rf"(?s)the scores of .*Scored\(.*{said}", spec=Scored(scores, keep=1)) for scores, said in (

@@ -22,6 +22,9 @@ from .tiles import FULL_TILE, TilePool, dense_batches
 
 def from_flex(mask: FlexMask) -> MaskTables:
     """The tables of ``BlockMask.from_flex``, for a mask with a token rule, on the CPU."""
+    if not isinstance(mask, FlexMask):
+        got = f"{type(mask).__module__}.{type(mask).__qualname__}"
+        raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {got}")
     grid = _grid_of(mask)
     pool = TilePool(grid.block_size)
     batch, heads = mask.kv_num_blocks.shape[:2]
