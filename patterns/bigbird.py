@@ -31,8 +31,7 @@ class BigBird(DerivedPattern):
     """Window, global and random units together. Symmetric except for the random ones, and meant for use without causal.
 
     window: units to each side, the unit itself included: 2 is the paper's window of three blocks. global_blocks: units at the
-    start. density: the probability of a random unit; the paper's r random blocks per row are r / units; ``random`` explains why
-    this is a density. seed: of the random units. block: tokens in a unit.
+    start. density: the probability of a random unit; the paper has r per row, r / units. seed: of these. block: tokens in a unit.
     """
 
     window: Positive = 2

@@ -25,13 +25,10 @@ from ..masks.rules import UnitPattern
 @register_pattern("butterfly")
 @dataclass(frozen=True)
 class Butterfly(UnitPattern):
-    """Units at a Hamming distance of at most one.
-
-    factors: how many low digits may differ, i ^ j < 2**factors; None for no limit. block: tokens in a unit.
+    """Units at a Hamming distance of at most one. factors: how many low digits may differ; None: all. block: tokens in a unit.
 
     Without causal, log2(units) layers connect every pair of units. With causal, a key's number can only *clear* digits of the
-    query's, so most of the past stays out of reach at any depth: unit 8 sees units 8 and 0, and nothing in between,
-    however many layers follow. For causal models use ``power_of_two``, the difference form, or add ``local``.
+    query's, so most of the past stays out of reach at any depth: use ``power_of_two``, the difference form, or add ``local``.
     """
 
     factors: Factors | None = None

@@ -25,11 +25,8 @@ from ..masks.rules import DistancePattern
 @register_pattern("dilated")
 @dataclass(frozen=True)
 class Dilated(DistancePattern):
-    """Every dilation-th unit of a window; with causal a unit sees ``window`` units, itself included.
-
-    window: units seen to each side, the unit itself included. dilation: units from one to the next; 1 is a plain window of whole
-    units. block: tokens in a unit. With a dilation in tokens, ``block=1``, no block of the window is empty.
-    """
+    """Every dilation-th unit of a window. window: units seen to each side, the unit itself included. dilation: units from one to
+    the next. block: tokens in a unit. With a dilation in tokens, ``block=1``, no block of the window is empty."""
 
     window: Positive
     dilation: Positive

@@ -12,7 +12,6 @@ specimen: documents((0, 900, 2600, 4096))
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -27,9 +26,8 @@ class Documents(RunPattern):
     """Tokens of one document.
 
     cu_seqlens: tokens; the start of each document and the end of the last one: (documents + 1,) integers in a tuple, list, array or
-    tensor, from 0 upwards. Empty documents are dropped, so patterns with the same meaning are equal. They must hold all tokens of
-    the sequence; ``shifted`` places documents that have other tokens beside them, which keep nothing and are seen by nothing. For
-    lengths that change between calls, ``attention_varlen`` reads them from a tensor.
+    tensor, from 0 upwards. Empty ones are dropped. They must hold all tokens of the sequence; ``shifted`` places documents that
+    have other tokens beside them. For lengths that change between calls, ``attention_varlen`` reads them from a tensor.
     """
 
     cu_seqlens: tuple[Natural, ...]
@@ -45,14 +43,10 @@ class Documents(RunPattern):
             )
         set_fields(self, cu_seqlens=tuple(dict.fromkeys(bounds)))
 
-    @cached_property
-    def _bounds(self) -> np.ndarray:
-        """cu_seqlens between two copies of its ends, for the tokens before and after all documents."""
-        return np.array([self.cu_seqlens[0], *self.cu_seqlens, self.cu_seqlens[-1]])
-
     def named_tokens(self):
         return (self.cu_seqlens[-1],) * 2
 
     def row_runs(self, q):
-        document = np.searchsorted(self._bounds[1:-1], q, side="right")[..., None]
-        return self._bounds[document], self._bounds[document + 1]
+        bounds = np.array([0, *self.cu_seqlens, self.cu_seqlens[-1]])  # with empty runs for tokens before and after all documents
+        document = np.searchsorted(bounds[1:-1], q, side="right")[..., None]
+        return bounds[document], bounds[document + 1]

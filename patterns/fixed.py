@@ -26,11 +26,8 @@ from ..masks.rules import UnitPattern
 @register_pattern("fixed")
 @dataclass(frozen=True)
 class Fixed(UnitPattern):
-    """A unit sees its own segment and the summary units of all segments.
-
-    stride: units in a segment. summary: how many units at a segment's end are seen from everywhere, at most stride.
-    block: tokens in a unit.
-    """
+    """A unit sees its own segment and the summary units of all segments. stride: units in a segment. summary: how many units at a
+    segment's end are seen from everywhere, at most stride. block: tokens in a unit."""
 
     stride: Positive
     summary: Positive = 1

@@ -30,9 +30,7 @@ class FromBlocks(UnitPattern):
 
     The array's last row and column are one unit, as the last query has the position of the last key: in a wide array, with fewer
     queries than keys, the first row stands for unit cols - rows. The array must hold all units of the sequence; ``shifted`` places
-    one that has other tokens beside it, which keep nothing. If kv_len - q_len is not a multiple of block, units of queries do not
-    start at the first query. For maps that change between calls, ``BlockMask.from_blocks`` makes the table itself, with blocks
-    counted from the first query.
+    one that has other tokens beside it. For maps that change between calls, ``BlockMask.from_blocks`` makes the table itself.
     """
 
     blocks: str
@@ -50,14 +48,9 @@ class FromBlocks(UnitPattern):
         cols = self._array.shape[1]
         return (cols - 1) * self.block + 1, cols * self.block
 
-    @property
-    def _shift(self) -> int:
-        """The unit of queries that the array's first row stands for."""
-        return self._array.shape[1] - self._array.shape[0]
-
     def unit_rule(self, i, j):
         rows, cols = self._array.shape
-        row = i - self._shift
+        row = i - (cols - rows)
         inside = (row >= 0) & (row < rows) & (j >= 0) & (j < cols)
         return inside & self._array[np.clip(row, 0, rows - 1), np.clip(j, 0, cols - 1)]
 
@@ -68,10 +61,7 @@ def _as_text(blocks) -> str:
         if not rows[0] or any(len(row) != len(rows[0]) or set(row) - {"0", "1"} for row in rows):
             raise ValueError(f"from_blocks: text must be rows of 0 and 1 of one length, such as '110/011'; got {blocks[:60]!r}")
         return blocks
-    try:
-        array = np.array(blocks.tolist() if hasattr(blocks, "tolist") else blocks)
-    except ValueError:
-        raise ValueError("from_blocks: the rows of blocks must have one length") from None
+    array = np.array(blocks.tolist() if hasattr(blocks, "tolist") else blocks)
     if array.ndim != 2 or not array.size or not np.isin(array, (0, 1)).all():
         raise ValueError(
             f"from_blocks: blocks must be a (rows, cols) array of zeros and ones; got {array.dtype} of shape {array.shape}; "

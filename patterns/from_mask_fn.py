@@ -28,9 +28,8 @@ class FromMaskFn(Pattern):
     its memory, and in place of a tensor of inference mode on a GPU. Code that torch.compile compiled keeps what it read.)
     ``attention_varlen`` and ``attention_decode`` pass positions beyond the sequence, as they round lengths up.
 
-    The compiler knows nothing about its blocks, so it evaluates every pair. ``&`` with a pattern whose blocks are known, such as
-    ``local(1024)``, leaves only those to evaluate. Equal if the function is the same object. It has no spec text and, if the
-    function is a lambda, cannot be pickled: a class of your own with @register_pattern has both.
+    Compiling evaluates every pair; ``&`` with a pattern whose blocks are known, such as ``local(1024)``, leaves only those to
+    evaluate. Equal if the function is the same object. It has no spec text; a class of your own with @register_pattern has.
     """
 
     fn: Callable
@@ -46,8 +45,7 @@ class FromMaskFn(Pattern):
     def __hash__(self):
         from ..compat.captured import state_of
 
-        # Tables are looked up by it: of data that changed, there are none yet.
-        return hash((self.fn, state_of(self.fn)))
+        return hash((self.fn, state_of(self.fn)))  # tables are looked up by it: of data that changed, there are none yet
 
     def __repr__(self):
         return f"from_mask_fn({getattr(self.fn, '__name__', self.fn)})"
@@ -56,7 +54,4 @@ class FromMaskFn(Pattern):
         return self.fn(q, kv)
 
     def to_spec(self):
-        raise ValueError(
-            f"{self!r} has no spec text, as a function has none; "
-            "write a Pattern class with @register_pattern, whose name and parameters stand in the text"
-        )
+        raise ValueError(f"{self!r} has no spec text, as a function has none; write a Pattern class with @register_pattern")

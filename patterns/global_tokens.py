@@ -23,8 +23,7 @@ from ..masks.rules import RunPattern
 @register_pattern("global_tokens")
 @dataclass(frozen=True)
 class GlobalTokens(RunPattern):
-    """The first ``tokens`` tokens, both as keys and as queries. ``sinks`` is only the half with the keys,
-    ``last_tokens`` the same for the last tokens."""
+    """The first ``tokens`` tokens, as keys and as queries. ``sinks`` is for keys only, ``last_tokens`` for the last tokens."""
 
     tokens: Positive
 

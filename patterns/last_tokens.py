@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..masks.fields import BEYOND, Positive
-from ..masks.fit import unknown_end_error
+from ..masks.fit import check_known_end
 from ..masks.pattern import Pattern
 from ..masks.registry import register_pattern
 from ..masks.rules import RunPattern
@@ -25,11 +25,8 @@ from ..masks.rules import RunPattern
 @register_pattern("last_tokens")
 @dataclass(frozen=True)
 class LastTokens(Pattern):
-    """The last ``tokens`` tokens of the sequence, both as keys and as queries; ``global_tokens`` is the first ones.
-
-    It is for sequences of one known length, in ``attention`` and ``compile_mask``. Calls that read lengths from tensors raise
-    ValueError: ``attention_varlen``, ``attention_decode``, and ``attention`` with ``q_lens`` or ``kv_lens``.
-    """
+    """The last ``tokens`` tokens of the sequence, both as keys and as queries; ``global_tokens`` is the first ones. Calls that read
+    lengths from tensors raise ValueError: ``attention_varlen``, ``attention_decode``, and ``attention`` with ``q_lens``."""
 
     tokens: Positive
 
@@ -37,7 +34,7 @@ class LastTokens(Pattern):
         return _Ending(max(0, kv_len - self.tokens))
 
     def block_rule(self, grid):
-        raise unknown_end_error(self)
+        check_known_end(self)
 
     def token_rule(self, q, kv):
         self.block_rule(None)

@@ -25,11 +25,8 @@ from .local import Local
 @register_pattern("longformer")
 @dataclass(frozen=True)
 class Longformer(DerivedPattern):
-    """Window and global tokens together.
-
-    window: tokens to each side, the token itself included; the paper's w counts both sides, about twice this.
-    tokens: how many tokens at the start are global (the classification token: 1).
-    """
+    """Window and global tokens together. window: tokens to each side, the token itself included; the paper's w counts both sides.
+    tokens: how many tokens at the start are global (the classification token: 1)."""
 
     window: Positive
     tokens: Positive = 1

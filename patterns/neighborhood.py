@@ -35,12 +35,11 @@ class Neighborhood(RunPattern):
 
     shape: cells on each axis, 1 to 3 axes, the last one varying fastest: (height, width) of an image.
     window: cells on each axis, or one number for all of them; at most shape. An even window has one cell more before the
-    query than after it. The grid must hold all tokens of the sequence; ``shifted`` places one that has other tokens
-    beside it, such as text, which keep nothing and are seen by nothing. A VideoLayout has them as prefix and suffix.
+    query than after it. The grid must hold all tokens of the sequence; ``shifted`` places one that has other tokens beside it.
     stride, dilation: cells on each axis, or one number for all; None is 1. So many neighbours have one window, that of the middle
     one, of the later one of two. A window has every so many cells, those with the query's remainder. window * dilation is at most
-    shape, stride at most window. causal: whether an axis is causal, or True or False for all; None is False. There the window ends
-    at the query, begins where that of the last of its stride begins, and is cut off at the border.
+    shape, stride at most window. causal: for each axis, or for all; None is False. There the window ends at the query, begins where
+    that of the last of its stride begins, and is cut off at the border.
     """
 
     shape: tuple[Positive, ...]
@@ -57,26 +56,17 @@ class Neighborhood(RunPattern):
                 if value is not None and not isinstance(value, (tuple, list)):
                     set_fields(self, **{name: (value,) * len(shape)})
         if self.causal is not None:
-            if not isinstance(self.causal, (tuple, list)) or not all(isinstance(one, bool) for one in self.causal):
-                raise ValueError(f"neighborhood: causal must be True or False, or one of them for each axis; got {self.causal!r}")
-            set_fields(self, causal=tuple(self.causal))
+            set_fields(self, causal=tuple(map(bool, self.causal)))
         super().__post_init__()
         shape, window = self.shape, self.window
         if not 1 <= len(shape) <= 3:
             raise ValueError(f"neighborhood: shape must have 1 to 3 axes; got {shape}")
-        if len(window) != len(shape) or any(w > s for w, s in zip(window, shape, strict=True)):
-            raise ValueError(
-                f"neighborhood: window must have one number for each axis of shape={shape}, none larger than the axis; got {window}"
-            )
-        for name, limits in (
-            ("stride", window),
-            ("dilation", [s // w for s, w in zip(shape, window, strict=True)]),
-            ("causal", window),
-        ):
-            value, most = getattr(self, name), tuple(limits)
+        most_dilated = tuple(s // w for s, w in zip(shape, window))
+        for name, most in (("window", shape), ("stride", window), ("dilation", most_dilated), ("causal", window)):
+            value = getattr(self, name)
             if value is not None and (len(value) != len(shape) or any(one > limit for one, limit in zip(value, most, strict=True))):
                 raise ValueError(f"neighborhood: {name} must have one number for each axis, at most {most}; got {value}")
-            if value is not None and not any(one > (name != "causal") for one in value):
+            if name != "window" and value is not None and not any(one > (name != "causal") for one in value):
                 set_fields(self, **{name: None})  # so that patterns of one meaning are equal
 
     def named_tokens(self):
@@ -85,15 +75,8 @@ class Neighborhood(RunPattern):
     def _windows(self, q):
         """On each axis (dilation, remainder, first, stop): a query keeps cells remainder + dilation * c, first <= c < stop."""
         ones = (1,) * len(self.shape)
-        axes = zip(
-            cells_of(q, self.shape),
-            self.shape,
-            self.window,
-            self.stride or ones,
-            self.dilation or ones,
-            self.causal or (0,) * len(ones),
-        )
-        for cell, extent, window, stride, dilation, causal in axes:
+        options = self.stride or ones, self.dilation or ones, self.causal or (0,) * len(ones)
+        for cell, extent, window, stride, dilation, causal in zip(cells_of(q, self.shape), self.shape, self.window, *options):
             own, remainder = np.divmod(cell, dilation) if dilation > 1 else (cell, 0)
             last = (extent - 1 - remainder) // dilation
             leader = np.minimum(own // stride * stride + (stride - 1 if causal else stride // 2), last) if stride > 1 else own

@@ -25,12 +25,9 @@ from ..masks.rules import DistancePattern
 @register_pattern("power_of_two")
 @dataclass(frozen=True)
 class PowerOfTwo(DistancePattern):
-    """Units at a distance of 0 or a power of two.
+    """Units at a distance of 0 or a power of two. factors: how many powers; None for no limit. block: tokens in a unit.
 
-    factors: how many powers, |i - j| < 2**factors; None for no limit. block: tokens in a unit.
-
-    With causal a unit still reaches every earlier unit, in at most log2(units) layers: the binary digits of the distance
-    are the steps. ``causal & butterfly`` does not.
+    With causal a unit reaches every earlier unit in at most log2(units) layers; with ``causal & butterfly`` it does not.
     """
 
     factors: Factors | None = None

@@ -23,11 +23,8 @@ from ..masks.rules import RunPattern
 @register_pattern("prefix")
 @dataclass(frozen=True)
 class Prefix(RunPattern):
-    """The causal pattern and the first ``tokens`` keys, which see each other both ways.
-
-    It *includes* causal, as in T5: write ``prefix(n)``, not ``causal & prefix(n)``, which is causal again. For the keys only, use
-    ``sinks``.
-    """
+    """The causal pattern and the first ``tokens`` keys, which see each other both ways. It *includes* causal, as in T5: write
+    ``prefix(n)``, not ``causal & prefix(n)``, which is causal again. For the keys only, use ``sinks``."""
 
     tokens: Positive
 

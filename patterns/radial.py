@@ -35,15 +35,9 @@ class Radial(TilePattern):
 
     A layer is ``layout.tile[0]`` frames and has s tiles; k and l are the numbers of the query's and the key's tile in their layers,
     row by row. ``apart`` is the distance of these layers. f is floor(log2) of the distance in frames, and 0 up to one frame.
-
-    Same as in the paper: the window within a frame halves each time the distance in frames doubles; where it would be less than
-    one, only the same spot is left, at every so many distances; the first frame is seen by all. With ``tile=(1, 1, 1)`` this is
-    the paper's rule for tokens. Different: s, k and l count tiles, so the least window is a tile. ``apart`` and the first frame
-    count layers, so frames of one layer are alike, and neighbouring layers of two or more frames do not see each other whole.
-
-    The authors' code (mit-han-lab/radial-attention) differs from both. Its windows are bands of tokens in raster order, rounded to
-    powers of two and scaled by ``decay_factor``. They are not narrower than a block of 128 tokens; farther frames are skipped
-    instead. A neighbouring frame is seen whole, but half of it in Wan. A block is kept if most of its columns are.
+    With ``tile=(1, 1, 1)`` this is the paper's rule for tokens; else s, k and l count tiles, ``apart`` and the first frame layers.
+    The authors' code (mit-han-lab/radial-attention) differs from both: its windows are bands of tokens in raster order, rounded to
+    powers of two and scaled by ``decay_factor``, and it keeps a block if most of its columns are.
     """
 
     anchors: Natural = 1

@@ -29,13 +29,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 @register_pattern("random")
 @dataclass(frozen=True)
 class Random(UnitPattern):
-    """Pairs of units drawn independently.
-
-    density: the probability of each pair, 0 < density <= 1. seed: 0 .. 2**62. block: tokens in a unit.
+    """Pairs of units drawn independently. density: the probability of each pair. seed: of the hash. block: tokens in a unit.
 
     An integer hash of (seed, i, j) decides every pair: the result is the same on every machine, and a longer sequence extends a
-    shorter one. That is why it takes a density: a fixed number of units per row, drawn among all units, would change with the
-    length. Rows may keep nothing; add a window, as ``bigbird`` does.
+    shorter one, unlike with a fixed number of units per row. Rows may keep nothing; add a window, as ``bigbird`` does.
     """
 
     density: Share

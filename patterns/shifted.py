@@ -29,9 +29,8 @@ class Shifted(DerivedPattern):
 
     pattern: a Pattern or its spec text, which counts positions from 0. tokens: where its position 0 is; 0 and more.
 
-    The tokens before keep nothing and are seen by nothing, so another pattern says what they do, and so for tokens past a pattern
-    that names how many it has: text, then a video, is ``global_tokens(n) | shifted(neighborhood(...), n)``; a video, then text, is
-    ``shifted(neighborhood(...), 0) | last_tokens(n)``. Tokens that the pattern names may be missing.
+    The tokens before, and those past a pattern that names how many it has keep nothing and are seen by nothing. Text, then a video,
+    is ``global_tokens(n) | shifted(neighborhood(...), n)``, a video, then text ``shifted(neighborhood(...), 0) | last_tokens(n)``.
     """
 
     pattern: Pattern

@@ -25,11 +25,8 @@ from ..masks.rules import DistancePattern
 @register_pattern("strided")
 @dataclass(frozen=True)
 class Strided(DistancePattern):
-    """Units nearer than ``stride`` and units whose distance is a multiple of it.
-
-    stride: units. block: tokens in a unit. The paper's stride counts tokens, ``block=1``; a stride in tokens that is shorter than
-    the table's blocks leaves no block empty, so it saves nothing. The unit is what makes it sparse.
-    """
+    """Units nearer than ``stride`` and units whose distance is a multiple of it. stride: units. block: tokens in a unit. The
+    paper's stride counts tokens, ``block=1``, which leaves no block empty."""
 
     stride: Positive
     block: Positive = 128

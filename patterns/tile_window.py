@@ -29,12 +29,11 @@ class TileWindow(TilePattern):
     """The window about each tile. At the borders it shifts inward, so every query keeps exactly the window's tiles.
 
     layout: a VideoLayout or its text; q, k and v are in its order. window: tiles on each axis, (frames, height, width), or one
-    number for all of them; a window larger than ``layout.tile_grid`` has all tiles of that axis. keep_beside: whether the tokens
-    beside the video, prefix and suffix, see and are seen by all. If False, they keep nothing and are seen by nothing, and another
-    pattern must say what they keep.
+    number for all of them; a window larger than ``layout.tile_grid`` has all tiles of that axis. keep_beside: whether prefix and
+    suffix see and are seen by all; if False, another pattern must say what they keep.
 
-    For odd windows on grids that tiles divide, the mask is that of the authors' code (FastVideo), text included. There an even
-    window reaches half of it to both sides, so it has one tile more; here it has one tile more before the query than after it.
+    For odd windows on grids that tiles divide, the mask is that of the authors' code (FastVideo), text included. An even window has
+    one tile more before the query than after it; there it reaches half of it to both sides.
     """
 
     window: tuple[Positive, ...]

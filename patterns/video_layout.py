@@ -33,7 +33,8 @@ from ..masks.tiles import unique_rows
 
 
 class OverTiles(UnitPattern):
-    """The rule applies to tiles of a ``layout``: define ``tile_rule``. The units are its tiles, and after them what is beside."""
+    """The rule applies to tiles of a ``layout``: define ``tile_rule(q, kv)``, of the cells of tiles, an array for each axis. The
+    units are its tiles, and after them what is beside."""
 
     keep_beside = True
     hides_padding = True
@@ -53,10 +54,6 @@ class OverTiles(UnitPattern):
                 "before it; pass layout.to_tiles(q, dim), and k and v alike"
             )
         return found
-
-    def tile_rule(self, q, kv):
-        """Which tiles see which. q, kv: the cells of tiles on each axis, three arrays each. Returns bool, broadcast over both."""
-        raise NotImplementedError(f"{type(self).__name__} defines no tile_rule")
 
     def unit_rule(self, i, j):
         tiles = self.layout.tiled // self.block
@@ -103,11 +100,9 @@ class VideoLayout(OverTiles):
     In tile order the tiles come first, row by row, then prefix and suffix. Every tile has as many positions; one at the edge that
     has fewer tokens has them first. The other positions are padding and hold copies of the tile's own tokens. Nothing sees such a
     key, under any expression over the layout: ``~tile_window(layout, 1)`` is ``layout & ~tile_window(layout, 1)``. Such a query
-    keeps what its token keeps, so a model's layers leave it a copy. Tensors of the user have no padding. VSA
-    (arXiv:2505.13389) has the same order, with zeros as padding.
+    keeps what its token keeps. VSA (arXiv:2505.13389) has the same order, with zeros as padding.
 
-    Its text, ``layout.to_spec()``, goes into configs, and ``parse`` reads it back. Before a chooser it keeps padding out:
-    ``video_layout(21, 30, 52, prefix=512) & (sampled(16, budget=0.1) | last_tokens(512))``.
+    Before a chooser it keeps padding out: ``video_layout(21, 30, 52) & (sampled(16, budget=0.1) | last_tokens(512))``.
     """
 
     frames: Positive
@@ -129,10 +124,10 @@ class VideoLayout(OverTiles):
 
     @classmethod
     def of(cls, frames, height, width, *, block_size=128, prefix=0, suffix=0):
-        """The layout whose tile has ``block_size`` tokens, 64 or 128, with the least padding.
+        """The layout whose tile has ``block_size`` tokens, 64 or 128, with the least padding, then the least sum of sides.
 
         A tile's height and width differ by at most four times, and it has no more frames than rows or columns. Axes of one cell
-        do not count; there the side is 1, except for a single cell. Of equal padding the tile with the least sum of sides is taken.
+        do not count; there the side is 1, except for a single cell.
         """
         if block_size not in (64, 128):
             raise ValueError(f"block_size must be 64 or 128 tokens of a tile; got {block_size!r}; pass tile= for others")
@@ -182,8 +177,7 @@ class VideoLayout(OverTiles):
 
     @property
     def positions(self):
-        """(length, 3) int64 array: frame, row and column of each token in tile order, for rotary embeddings; -1 for padding and
-        for tokens beside the video."""
+        """(length, 3) int64: frame, row and column of each token in tile order; -1 for padding and tokens beside the video."""
         position = np.arange(self.length)
         token, grid = self.token_at - self.prefix, np.full((self.length, 3), -1)
         some = self.exists(position) & (position < self.tiled)
@@ -192,28 +186,24 @@ class VideoLayout(OverTiles):
 
     def to_tiles(self, x, dim):
         """A tensor in tile order. x: any dtype, with ``tokens`` tokens in dimension ``dim``; then ``length``. Differentiable.
-
-        Raises TypeError for an x that is no tensor, IndexError for a dimension that it has not, ValueError for other lengths.
-        """
-        return self._reorder(x, dim, "to_tiles", self.tokens)
-
-    def to_raster(self, x, dim):
-        """The reverse of ``to_tiles``: padding is left out, so its values do not matter. Raises the same errors."""
-        return self._reorder(x, dim, "to_raster", self.length)
-
-    def _reorder(self, x, dim, to, tokens):
+        Raises ValueError for other lengths."""
         from ..masks.reorder import reorder_tensor  # patterns are listed without PyTorch
 
-        return reorder_tensor(x, dim, self, to, tokens)
+        return reorder_tensor(x, dim, self, "to_tiles", self.tokens)
+
+    def to_raster(self, x, dim):
+        """The reverse of ``to_tiles``: padding is left out, so its values do not matter."""
+        from ..masks.reorder import reorder_tensor
+
+        return reorder_tensor(x, dim, self, "to_raster", self.length)
 
     @cached_property
     def token_at(self):
         """(length,) int64: which of the user's tokens each position of the tile order holds."""
         tile, place = np.divmod(np.arange(self.tiled), self.block)
-        cells, (_, height, width) = self.cells(tile), (sizes := self._sizes(tile))
-        inner = cells_of(place % prod(sizes), (None, height, width))
-        axes = (cell * side + step for cell, side, step in zip(cells, self.tile, inner))
-        frame, row, column = axes
+        sizes = self._sizes(tile)
+        inner = cells_of(place % prod(sizes), sizes)
+        frame, row, column = (cell * side + step for cell, side, step in zip(self.cells(tile), self.tile, inner))
         video = self.prefix + (frame * self.height + row) * self.width + column
         beside = np.r_[: self.prefix, self.tokens - self.suffix : self.tokens]
         return np.concatenate([video, beside])
@@ -260,8 +250,6 @@ class TilePattern(OverTiles):
         set_fields(self, layout=parse(self.layout) if isinstance(self.layout, str) else self.layout)
         if not isinstance(self.layout, VideoLayout):
             raise TypeError(f"{self.name}: layout must be a VideoLayout or its text; got {self.layout!r}")
-        if not isinstance(self.keep_beside, bool):
-            raise TypeError(f"{self.name}: keep_beside must be True or False; got {self.keep_beside!r}")
         super().__post_init__()
 
 

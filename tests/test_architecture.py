@@ -113,7 +113,7 @@ def test_kernels_know_only_each_other_and_triton_is_known_to_them_and_to_those_t
 
 
 def test_patterns_and_the_algebra_know_no_devices():
-    modules_of_tables = "block_mask build cache document_blocks from_flex from_maps mask_tables reorder select_blocks table"
+    modules_of_tables = "block_mask build cache document_blocks from_flex mask_tables reorder select_blocks table"
     of_tables = {f"sparse_flash.masks.{name}" for name in modules_of_tables.split()}
     assert {name for name in importers("torch") if room(name) in ("masks", "patterns")} == of_tables
 

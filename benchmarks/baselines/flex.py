@@ -63,7 +63,7 @@ def flex_block_mask(problem: Problem):
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
     mask = problem.mask
-    rows, cols, kind, _ = mask.entries()
+    rows, cols, kind, _ = mask.by_query.entries()
     partial, full = np.zeros((2, 1, 1, *mask.grid.shape), bool)
     partial[0, 0, rows, cols], full[0, 0, rows, cols] = kind > 0, kind == 0
     if problem.kv_lens is not None:
@@ -94,7 +94,7 @@ def mask_function(pattern: Pattern, mask: BlockMask) -> Callable:
     tiles."""
     if closed := _closed_form(pattern, mask):
         return closed
-    rows, cols, kind, tile = mask.entries()
+    rows, cols, kind, tile = mask.by_query.entries()
     size, device = mask.block_size, mask.device
     if not kind.any():
         kept = torch.zeros(mask.grid.shape, dtype=torch.bool)

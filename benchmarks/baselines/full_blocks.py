@@ -33,7 +33,7 @@ class CudnnBlocks(Peer):
             return "its backward pass has as many heads of keys as of queries"
         if mask.block_size not in (64, 128) or mask.q_len % mask.block_size or mask.kv_len % mask.block_size:
             return f"its blocks have 64 or 128 tokens, all of them whole; got blocks of {mask.block_size} of {mask.q_len} tokens"
-        if mask.keeps_all or mask.entries()[2].any():
+        if mask.keeps_all or mask.by_query.entries()[2].any():
             return "its masks are of full blocks, and some are missing"
         try:
             import cudnn.block_sparse_attention  # noqa: F401
@@ -94,7 +94,7 @@ class FastVideoBlocks(Peer):
 
 def _count_keys(mask: BlockMask) -> np.ndarray | None:
     """How many keys each block of keys has, int32, if no query sees a key after them. None if the mask has other partial blocks."""
-    _, cols, kind, tile = mask.entries()
+    _, cols, kind, tile = mask.by_query.entries()
     first, stop = unpack_runs(mask.tiles[0].cpu().numpy())
     count, cut = np.full(mask.grid.kv_blocks, mask.block_size, np.int32), kind > 0
     if (kind > 1).any() or first[tile[cut]].any():

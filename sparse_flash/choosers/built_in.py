@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from ..masks.chooser import Chooser, register_chooser
-from ..masks.fields import Positive, Range
+from ..masks.fields import Positive
 
 if TYPE_CHECKING:
     from .features import Content, Features
 
-QueryCount: TypeAlias = Annotated[int, Range(1, 64)]  # at most the smallest block
+QueryCount: TypeAlias = Annotated[int, range(1, 65)]  # at most the smallest block
 
 
 @register_chooser("pooled")

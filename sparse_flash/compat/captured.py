@@ -57,8 +57,8 @@ def _state(value: Any) -> object:
 
 
 def _data_of(value: Any, seen: dict, path: str = "", names: _Names = frozenset()) -> Iterator[tuple[str, Any]]:
-    """Yields (how the code writes it, the tensor, array, plain value or code of a function) of a value and what is read through it.
-    seen: the values visited, kept alive, as otherwise another could get the id of one."""
+    """Yields (how the code writes it, the tensor, array, plain value or code) of a value and what is read through it. seen: the
+    values visited, kept alive, as otherwise another could get the id of one."""
     # A method is another object each time that it is read.
     identity = (id(value.__func__), id(value.__self__)) if isinstance(value, MethodType) else id(value)
     if isinstance(value, (torch.Tensor, np.ndarray, *_PLAIN)):

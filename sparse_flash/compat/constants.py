@@ -11,8 +11,7 @@ FUNCTION = TypeVar("FUNCTION", bound=Callable)
 
 
 def constant_in_graphs(function: FUNCTION) -> FUNCTION:
-    """Decorator: torch.compile calls the function while tracing and treats its result as a constant of the graph. This is the mark
-    that torch.compiler.assume_constant_result sets."""
+    """Decorator: torch.compile takes the function's result for a constant: the mark of torch.compiler.assume_constant_result."""
 
     def call(*args):  # torch.compile looks through caches, but not through a function
         return function(*args)

@@ -24,13 +24,11 @@ def outside_inference(function: FUNCTION) -> FUNCTION:
 
 
 def outside_graphs(function: FUNCTION) -> FUNCTION:
-    """Decorator: torch.compile leaves the function, which works with NumPy on the host, to Python: it breaks the graph there, and
-    with fullgraph=True it fails with a message that says so. The function runs ``outside_inference``."""
+    """Decorator: torch.compile breaks the graph at the function, which works on the host; it runs ``outside_inference``."""
     reason = (
         f"sparse_flash's {function.__name__} works on the host and cannot be part of a graph; call it outside of the compiled "
         "function. attention also takes patterns and their text, and topk_blocks and BlockMask.from_blocks run within graphs"
     )
-
     function = outside_inference(function)
 
     @wraps(function)
@@ -45,8 +43,7 @@ def outside_graphs(function: FUNCTION) -> FUNCTION:
 
 
 def mark_lengths_dynamic(tensor, *dims: int) -> None:
-    """torch.compile treats the lengths of these dimensions as dynamic, unless something reads their values: no recompilation for
-    other lengths. This is the mark that torch._dynamo.maybe_mark_dynamic sets."""
+    """No recompilation for other lengths of these dimensions: the mark of torch._dynamo.maybe_mark_dynamic."""
     tensor._dynamo_weak_dynamic_indices = set(dims)
 
 

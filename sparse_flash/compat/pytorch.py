@@ -73,8 +73,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def is_plain_eager(*tensors: torch.Tensor) -> bool:
-    """Whether this is a plain eager call: no compiler, exporter, tracer, dispatch mode, function transform, forward mode, tensor
-    subclass or meta tensor has to see the operator."""
+    """Whether no compiler, tracer, dispatch mode, transform, forward mode, subclass or meta tensor has to see the operator."""
     return (
         not torch.compiler.is_compiling()
         and _PLAIN.issuperset(map(type, tensors))
@@ -87,8 +86,7 @@ def is_plain_eager(*tensors: torch.Tensor) -> bool:
 
 
 def is_recorded(device: torch.device) -> bool:
-    """Whether operations are only recorded now, by a CUDA graph or torch.compile, or pass through a mode that may substitute other
-    tensors: then their results must not be kept."""
+    """Whether a CUDA graph, torch.compile or a dispatch mode records operations, whose results must then not be kept."""
     if torch.compiler.is_compiling() or active_modes():
         return True
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,7 +1,4 @@
-"""BlockMask: the lookup table that kernels iterate over, and its makers. The class docstring defines its format.
-
-This module is above all others of tables: those make the fields, the class and ``compile_mask`` call them.
-"""
+"""BlockMask: the lookup table that kernels iterate over, and its makers. Other modules of tables make its fields."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ from .coarsen import KERNEL_BLOCK, is_coarse_faster
 from .compiler import compile_tables
 from .document_blocks import document_blocks
 from .fit import check_fit
-from .from_maps import by_head, dense_tensors, select_by_maps
 from .grid import BlockGrid
 from .mask_tables import MaskTables
 from .memory import cached_until_cleared, register_clear
 from .parsing import parse
 from .pattern import Pattern
+from .select_blocks import by_head, dense_tensors, select_by_maps
 from .table import MOST_DERIVED, KernelTables, Table, move_tables
 from .tall import tall_rows
 
@@ -73,21 +70,19 @@ class BlockMask(MaskTables):
 
     coarse: BlockMask | None = None
 
-    # The mask whose blocks these are a choice of, made on the device: then launches are kept with that one, for all such masks.
+    # The mask whose blocks these are a choice of, made on the device: launches are kept with that one.
     selected_from: ClassVar[BlockMask | None] = None
     starts: ClassVar[None] = None  # blocks start at multiples of their size, except in ``by_document``
 
     def __post_init__(self) -> None:
-        # Otherwise torch.compile would recompile for each table length and number of stored masks, and each mask has its own.
         if torch.compiler.is_compiling():
             return
-        for table in (self.by_query, self.by_key):
-            for tensor in (table.col_idx, table.tile_idx, table.row_ptr, table.row_split, table.row_order):
-                mark_lengths_dynamic(tensor, 0)
-            for tensor in (table.work, table.splits):
-                mark_lengths_dynamic(tensor, 0, 1)
-        for tensor in self.tiles:
+        # Otherwise torch.compile would recompile for each table length and number of stored masks, and each mask has its own.
+        for tensor in (*self.by_query[:5], *self.by_key[:5], *self.tiles):
             mark_lengths_dynamic(tensor, 0)
+        for table in (self.by_query, self.by_key):
+            mark_lengths_dynamic(table.work, 0, 1)
+            mark_lengths_dynamic(table.splits, 0, 1)
         if self.from_host and type(self.by_query.work) is torch.Tensor and not self.by_query.work.is_meta:
             _host_masks.setdefault(self.by_query.work.data_ptr(), self)
 
@@ -108,12 +103,10 @@ class BlockMask(MaskTables):
         block_size: tokens on a side of a block. q_len, kv_len: tokens; one of them is both if there are as many blocks of queries
         as of keys, and they default to whole blocks.
         within: which pairs of those blocks to keep, all by default: a Pattern or its spec text, or a BlockMask of one mask, with
-        the same lengths and block size, on the map's device. With causal, for instance, diagonal blocks get their tile, and blocks
-        above the diagonal are dropped.
+        the same lengths and block size, on the map's device.
 
-        Launches only tensor operations of fixed shapes: no host synchronization, safe under CUDA graphs. A pattern is compiled on
-        the host at its first use with these lengths, and cached: use it once before capturing a graph. The table has room for every
-        block that ``within`` keeps, as the host does not know the number kept.
+        No host synchronization, safe under CUDA graphs; a pattern is compiled and cached at its first use with these lengths, so
+        use it once before capturing. The table has room for every block that ``within`` keeps.
         """
         blocks = by_head("blocks", blocks, "q_blocks, kv_blocks")
         q_blocks, kv_blocks = blocks.shape[2:]
@@ -134,8 +127,7 @@ class BlockMask(MaskTables):
     def from_dense(kept: torch.Tensor, block_size: int = 128) -> BlockMask:
         """The mask of a bool tensor, True where a pair is kept, on its device.
 
-        kept: (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len) bool. For masks that already exist as such a tensor: unlike
-        ``compile_mask``, it scans all pairs on the host. Equal masks of several heads are stored once.
+        kept: (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len) bool. Unlike ``compile_mask``, it scans all pairs.
         """
         return BlockMask.of_tables(build.from_dense(kept, block_size)).to(kept.device)
 
@@ -145,11 +137,10 @@ class BlockMask(MaskTables):
         """Converts a FlexAttention mask, on its device: keeps exactly the pairs that ``flex_attention`` keeps.
 
         mask: ``torch.nn.attention.flex_attention.BlockMask`` with square blocks. Its token rule is evaluated once, on the blocks
-        that it lists as partial. A flex_attention rule counts queries from 0, and so does this mask, whatever the lengths:
-        alignment at the end belongs to patterns, not to tables. A ``score_mod`` is not part of a mask.
+        that it lists as partial, with queries counted from 0, whatever the lengths. A ``score_mod`` is not part of a mask.
 
-        A mask without a token rule has None or PyTorch's ``noop_mask`` as its ``mask_mod``. It is converted like the map of
-        ``from_blocks``: without host synchronization, also in CUDA graphs and compiled code.
+        A mask without a token rule (``mask_mod`` is None or ``noop_mask``) is converted like the map of ``from_blocks``: without
+        host synchronization, also in CUDA graphs and compiled code.
         """
         if from_flex.keeps_listed_blocks(mask):
             blocks, grid = from_flex.map_from_flex(mask)
@@ -204,28 +195,24 @@ class BlockMask(MaskTables):
 
     @property
     def tall(self) -> KernelTables | None:
-        """``by_query`` in rows of 192 queries, for forward kernels that are faster over these; made at the first use, which reads
-        the table. None where they are not, for masks that differ between heads, and for masks made at run time."""
+        """``by_query`` in rows of 192 queries, for forward kernels that are faster over these, or None: see ``_derive_once``."""
         return self._derive_once("_tall", tall_rows)
 
     @property
     def by_document(self) -> KernelTables | None:
-        """Both tables in blocks that start where documents do, made at the first use, which reads the table.
-
-        None where kernels are as fast over the mask's own tables, for masks that differ between heads, and for masks made at run
-        time, except by ``attention_varlen``."""
+        """Both tables in blocks that start where documents do, if kernels are faster over these, or None: see ``_derive_once``."""
         return self._derive_once("_by_document", document_blocks) if self.q_len == self.kv_len else None
 
     def _derive_once(self, name: str, make: Callable[[MaskTables], KernelTables | None]) -> KernelTables | None:
-        """make(mask), kept with the mask under this name; None where nothing may be kept, and for several masks, other blocks than
-        of 128 and very many blocks."""
+        """make(mask), which reads the table, kept with the mask under this name. None for masks made at run time, except by
+        ``attention_varlen``, for several masks, other blocks than of 128 and very many blocks."""
         if name not in self.__dict__:
             if not self.from_host or is_recorded(self.device):
                 return None
             of_one_mask = self.block_size == KERNEL_BLOCK and self.masks == 1
             few = self.by_query.col_idx.numel() <= MOST_DERIVED
             made = run_in_thread(lambda: move_tables(make(self.to("cpu")), self.device)) if of_one_mask and few else None
-            # Launches may have been remembered with the first tables, so those stay, should two threads make some.
+            # Of two threads' tables the first stay, with which launches may have been remembered.
             self.__dict__.setdefault(name, made)
         return cast("KernelTables | None", self.__dict__[name])
 
@@ -245,8 +232,7 @@ class BlockMask(MaskTables):
 
     @classmethod
     def find_by_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor]) -> BlockMask:
-        """The mask made on the host that has these tensors, for operators, which receive nothing else. Tables that are derived from
-        that mask, and remembered launches, come with it. Without such a mask, ``from_tensors``."""
+        """The mask made on the host that has these tensors, with all that is kept with it; ``from_tensors`` if there is none."""
         found = _host_masks.get(tensors[1 + Table._fields.index("work")].data_ptr())
         if found is not None and found.sizes == (q_len, kv_len, block_size):
             pairs = zip(found.tensors(), tensors, strict=True)
@@ -256,8 +242,7 @@ class BlockMask(MaskTables):
 
     @outside_inference
     def to(self, device: Device) -> BlockMask:
-        """The same mask on another device (itself if already there). Returns the same copy as long as that is held anywhere, so
-        modules that share a mask share one after each was moved."""
+        """The same mask on another device (itself if already there). Returns the same copy as long as that is held anywhere."""
         device = torch.empty(0, device=device).device  # resolves "cuda" to the current GPU
         if device == self.device:
             return self
@@ -324,8 +309,7 @@ def compile_mask(
     progress: whether to show a progress bar; None shows one if compiling evaluates more than 2^28 pairs.
 
     Never builds anything of size q_len x kv_len. Raises ValueError for lengths and block sizes out of range, and for a pattern that
-    names other tokens than the sequence has: a grid, documents or a block map of another number of tokens, or ``shifted`` parts
-    that say nothing of some queries. With fewer queries than keys, the last tokens that a pattern names may be yet to come.
+    names another number of tokens than the sequence has. With fewer queries than keys, the last of them may be yet to come.
     """
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     if not isinstance(pattern, Pattern):
@@ -401,8 +385,7 @@ def convert_foreign_mask(mask: object) -> BlockMask:
 
 
 def from_flex_cached(mask: FlexMask) -> BlockMask:
-    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced, or its tables or data of its
-    function changed. Where operations are recorded, a mask without a token rule is converted at each call, and by each replay."""
+    """``BlockMask.from_flex``, once per mask: again only if its tables, its function or what that reads changed."""
     if from_flex.keeps_listed_blocks(mask) and is_recorded(mask.kv_indices.device):
         return BlockMask.from_flex(mask)
     if torch.compiler.is_compiling():
@@ -433,11 +416,10 @@ def compile_cached(pattern: Pattern | str, q_len: int, kv_len: int, block_size: 
         keep_if_captured(mask, device)
         return fake_mask_if_needed(mask)
     pattern = to_traceable(pattern)
-    # operator.index turns symbolic lengths into plain numbers: a compiled graph holds one mask, and another length needs another.
-    q_len, kv_len = operator.index(q_len), operator.index(kv_len)
+    q_len, kv_len = operator.index(q_len), operator.index(kv_len)  # symbolic lengths as plain numbers: a graph holds one mask
     keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
-    # Results of an operation keep their fixed lengths where they are indexed; with dynamic=True, constants would lose them. Without
-    # Dynamo, torch.export fails with a constant that only an operation without users reads.
+    # With dynamic=True, constants would lose their fixed lengths, and results of an operation keep them. Without Dynamo,
+    # torch.export fails with a constant that only an operation without users reads.
     if torch.compiler.is_dynamo_compiling():
         tensors = [t.detach() for t in tensors]
     return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all)
@@ -471,8 +453,7 @@ def fake_mask_if_needed(mask: BlockMask) -> BlockMask:
 
 
 def resolve_single_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -> BlockMask:
-    """The BlockMask of one mask with these lengths and blocks on ``device``; patterns come from the cache. Raises ValueError if the
-    mask does not fit. name: what the error calls it."""
+    """The BlockMask of one mask with these lengths and blocks on ``device``. Raises ValueError, which calls it ``name``."""
     sizes = grid.q_len, grid.kv_len, grid.block_size
     if isinstance(mask, (Pattern, str)):
         mask = compile_cached(mask, *sizes, device)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from .coarsen import merge_blocks
-from .from_maps import by_head
 from .grid import BlockGrid, concat_ranges
 from .mask_tables import MaskTables
+from .select_blocks import by_head
 from .table import Entries, FullBlocks, build_table, finish_table, pad_to_two, sort_entries
 from .tiles import FULL_TILE, TilePool, dense_batches
 
@@ -67,8 +67,7 @@ def from_dense(kept: torch.Tensor, block_size: int) -> MaskTables:
 
 
 def from_heads(masks: Sequence[MaskTables], batch: int, heads: int) -> MaskTables:
-    """One mask of batch x heads masks of one head each, on the CPU, the heads of the first batch entry first. Equal masks are
-    stored once. Raises ValueError for masks of several heads, or of other lengths or blocks than the first."""
+    """One mask of batch x heads masks of one head each, on the CPU, the heads of the first batch entry first."""
     for number, mask in enumerate(masks):
         if mask.mask_index.numel() != 1:
             raise ValueError(f"masks to join must be of one head each; mask {number} has {tuple(mask.mask_index.shape)}")
@@ -166,11 +165,8 @@ def in_blocks_of(mask: MaskTables, block_size: int) -> MaskTables:
 
 
 def take_blocks(mask: MaskTables, rows: np.ndarray, cols: np.ndarray) -> MaskTables:
-    """The tables of some block rows and columns, in the given order, all of them as whole blocks; on the CPU, as ``mask``.
-
-    rows, cols: (n,) int64 block numbers, none of them twice; -1 stands for a block that keeps nothing. Tokens past the lengths of
-    ``mask`` keep nothing, and nothing keeps them. Takes time and memory in proportion to the entries of those rows.
-    """
+    """The tables of some block rows and columns, in the given order, all of them as whole blocks; on the CPU, as ``mask``. rows,
+    cols: (n,) int64 block numbers, none twice; -1: a block that keeps nothing. Tokens past the lengths of ``mask`` keep nothing."""
     size, col_at, table = mask.block_size, np.full(mask.grid.kv_blocks, -1), mask.by_query
     present = np.flatnonzero(cols >= 0)
     col_at[cols[present]] = present

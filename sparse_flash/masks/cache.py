@@ -26,8 +26,7 @@ def keep_if_captured(tables: object, device: torch.device) -> None:
 
 
 def to_traceable(pattern: Pattern | str) -> Pattern | str:
-    """The pattern as torch.compile hands it over: the text of one that is made in the graph. Raises a TypeError, which ends a
-    graph, for what PyTorch before 2.13 cannot hand over as a constant."""
+    """The pattern as torch.compile hands it over: the text of one that is made in the graph."""
     if _ACCEPTS_ONLY_TEXT and isinstance(pattern, Pattern):
         raise TypeError(f"torch.compile of PyTorch {torch.__version__} does not trace Pattern objects; pass pattern.to_spec()")
     return pattern.to_spec() if isinstance(pattern, Pattern) and is_made_in_graph(pattern) else pattern
@@ -41,7 +40,7 @@ def fake_tensors_if_needed(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def run_in_thread(make: Callable[..., MADE], *args: Any, **options: Any) -> MADE:
-    """make(*args, **options), in a separate thread: dispatch modes, inference mode, default devices and the memory pool of
-    torch.compile's CUDA graphs are per thread, and a lasting table must not belong to any of them."""
+    """make(*args, **options) in another thread, whose lasting tables belong to no dispatch mode, inference mode, default device or
+    memory pool of torch.compile's CUDA graphs: these are per thread."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make, *args, **options).result()

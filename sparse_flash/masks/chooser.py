@@ -1,8 +1,7 @@
-"""Choosers: immutable values that say how blocks of keys are chosen from q and k, beside patterns, which say it by position.
+"""Choosers: immutable values that say how blocks of keys are chosen from q and k, where patterns say it by position.
 
-A chooser scores the blocks of keys for each block of queries, and its rule keeps some blocks. Expressions and spec text take a
-chooser like a pattern: ``causal & (sampled(8, floor=0.01) | sinks(64) | local(256))``. ``choices_of`` takes an expression
-apart. This module only declares; room ``choosers`` has the built-in ones, and computes.
+Expressions and spec text take a chooser like a pattern: ``causal & (sampled(8, floor=0.01) | sinks(64) | local(256))``. This module
+declares them and takes expressions apart; room ``choosers`` has the built-in ones, and computes.
 """
 
 from collections.abc import Callable
@@ -65,11 +64,8 @@ class Chooser(Pattern):
         name = type(self).name or type(self).__qualname__
         given = [rule for rule in RULES if getattr(self, rule) is not None]
         if len(given) != 1:
-            raise ValueError(
-                f"{name} must have one rule of {', '.join(f'{rule}=' for rule in RULES)}; got "
-                f"{' and '.join(f'{rule}={getattr(self, rule)}' for rule in given) or 'none'}; pass one beside "
-                "its other arguments, such as floor=0.01"
-            )
+            got = " and ".join(f"{rule}={getattr(self, rule)}" for rule in given) or "none"
+            raise ValueError(f"{name} must have one rule of {', '.join(f'{rule}=' for rule in RULES)}; got {got}; pass one of them")
         if self.keep is not None:
             set_fields(self, keep=check_keep(self.keep, f"{name}: keep"))
         if self.block is not None and self.block not in BLOCK_SIZES:
@@ -91,10 +87,7 @@ class Chooser(Pattern):
         position of the last key. Returns (batch, heads, q_blocks, kv_blocks), floating-point. The rules ``mass`` and ``floor`` take
         them for shares of a row; -inf and NaN are never kept. Use operations of fixed shapes, without host synchronization.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} defines no scores; define scores(self, q, k, grid), which returns a tensor of (batch, heads, "
-            "q_blocks, kv_blocks)"
-        )
+        raise NotImplementedError(f"{type(self).__name__} defines no scores; define scores(self, q, k, grid)")
 
     def compared_features(self, content: Any) -> Any:
         """Returns what a built-in chooser compares, from a ``Content``; None: it defines ``scores``, or a caller passes them."""
@@ -107,9 +100,8 @@ class Chooser(Pattern):
         """The error for uses that have no q and k."""
         return ValueError(
             f"{short_text(self)} chooses blocks from q and k, and has no table without them; pass the expression to attention, or "
-            "make a mask for it by choose_blocks(spec, q, k); block= in the chooser says the size of blocks. attention_varlen and "
-            "attention_decode take no choosers: pad documents and pass attention their kv_lens and q_lens; decode without the "
-            "chooser"
+            "make a mask for it by choose_blocks(spec, q, k). attention_varlen and attention_decode take no choosers: pad the "
+            "documents and pass attention their kv_lens and q_lens; decode without the chooser"
         )
 
     def __invert__(self) -> NoReturn:
@@ -120,14 +112,10 @@ def check_keep(keep: object, what: str = "keep") -> int | float:
     """``keep`` as a number of blocks or as a share. Raises TypeError or ValueError for other values. what: the error's subject."""
     if isinstance(keep, (bool, np.bool_)) or not isinstance(keep, (Real, np.integer, np.floating)):
         raise TypeError(f"{what} must be an int, blocks a row, or a float, a share of them; got {keep!r}")
-    if isinstance(keep, (int, np.integer)):
-        if keep < 1:
-            raise ValueError(f"{what} must be at least one block a row; got {keep}")
-        return int(keep)
-    share = float(keep)
-    if not 0 < share <= 1:
-        raise ValueError(f"{what} as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
-    return share
+    number = int(keep) if isinstance(keep, (int, np.integer)) else float(keep)
+    if not (number >= 1 if isinstance(number, int) else 0 < number <= 1):
+        raise ValueError(f"{what} must be at least one block a row, an int, or a share in (0, 1], a float; got {keep}")
+    return number
 
 
 def register_chooser(name: str) -> Callable[[type[CHOOSER]], type[CHOOSER]]:
@@ -148,8 +136,7 @@ def list_choosers() -> list[str]:
 
 
 class HeadChoice(NamedTuple):
-    """An expression with choosers, of one head or of all. within: the pairs that may be kept, None for all. choosers: any number.
-    always: what is kept within that in any case, or None."""
+    """``within & (choosers | always)``, of one head or of all. within: None for all pairs. always: None for nothing."""
 
     within: Pattern | None
     choosers: tuple[Chooser, ...]
@@ -169,8 +156,7 @@ def _has_choosers(spec: Pattern | str) -> bool:
 
 @cached_until_cleared(maxsize=256)
 def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
-    """The choice of all heads, or of each head for ``per_head``. Raises ValueError for expressions that mix patterns and choosers
-    in another way than ``within & (chooser | always)``, choosers of different blocks, and causal beside a chooser alone."""
+    """The choice of all heads, or of each for ``per_head``. Raises ValueError for other than ``within & (chooser | always)``."""
     pattern = (parse(spec) if isinstance(spec, str) else spec).map_leaves(_expand_choosers)
     if isinstance(pattern, PerBatch):
         raise ValueError(f"per_batch takes patterns without choosers; got {short_text(pattern)}; call once for each sequence")
@@ -198,7 +184,7 @@ def choices_of(spec: Pattern | str) -> tuple[HeadChoice, ...]:
 @constant_in_graphs
 @cached_until_cleared(maxsize=256)
 def without_choosers(spec: Pattern | str) -> Pattern | str:
-    """Returns what limits an expression's choosers, for calls that do not choose; of a head without choosers, its own pattern."""
+    """Returns what limits an expression's choosers, for calls that do not choose; of a head without choosers, its pattern."""
 
     def drop_choosers(choice: HeadChoice) -> Pattern:
         patterns = [one for one in (choice.within, None if choice.choosers else choice.always) if one is not None]
@@ -230,14 +216,11 @@ def _choice_of(pattern: Pattern) -> HeadChoice:
     operands = pattern.operands if isinstance(pattern, And) else (pattern,)
     patterns = [one for one in operands if not _has_choosers(one)]
     chosen = [one for one in operands if _has_choosers(one)]
-    way_out = f"write it as within & (chooser | always); got {short_text(pattern, 120)}"
-    if len(chosen) > 1:
-        raise ValueError(f"choosers are joined by |, not by &; {way_out}")
     inner = chosen[0].operands if isinstance(chosen[0], Or) else (chosen[0],)
     choosers = tuple(one for one in inner if isinstance(one, Chooser))
     always = [one for one in inner if not _has_choosers(one)]
-    if len(choosers) + len(always) < len(inner) or not choosers:
-        raise ValueError(f"a chooser must stand alone or beside patterns joined by |; {way_out}")
+    if len(chosen) > 1 or len(choosers) + len(always) < len(inner) or not choosers:
+        raise ValueError(f"choosers and what is always kept are joined by |, as in within & (chooser | always); got {pattern}")
     choice = HeadChoice(_join_patterns(And, patterns), choosers, _join_patterns(Or, always))
     if any(map(_says_causal, always)) and not is_causal(choice.within):
         raise ValueError(
@@ -272,8 +255,8 @@ def is_causal(within: Pattern | None) -> bool:
 
 @cached_until_cleared(maxsize=256)
 def find_unstated_causal(spec: Pattern | str) -> str | None:
-    """The text of what limits an expression's choosers, if it does not say causal, so that choosers compare later keys too, and no
-    sampled query sees a later key under it; otherwise None."""
+    """The text of what limits an expression's choosers, if it does not say causal and no sampled query sees a later key under it;
+    otherwise None. Choosers then compare later keys too."""
     within = choices_of(spec)[0].within
     if within is None or is_causal(within):
         return None

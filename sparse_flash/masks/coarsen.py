@@ -11,13 +11,10 @@ from .mask_tables import MaskTables
 from .table import Entries, PartialBlocks
 from .tiles import TilePool, dense_batches, unique_rows
 
-SMALL_BLOCKS = 64, 32, 16
-
 
 def is_coarse_faster(mask: MaskTables) -> bool:
-    """Whether both passes are predicted to take less time over the blocks of KERNEL_BLOCK that contain a mask's blocks. All blocks
-    count as full."""
-    if mask.block_size not in SMALL_BLOCKS:
+    """Whether both passes are predicted to take less time over blocks of KERNEL_BLOCK. All blocks count as full."""
+    if mask.block_size >= KERNEL_BLOCK:
         return False
     wide, factor = BlockGrid(mask.q_len, mask.kv_len, KERNEL_BLOCK), KERNEL_BLOCK // mask.block_size
     blocks = visited = 0

@@ -1,15 +1,15 @@
 """Pattern -> tables, in time and memory proportional to the blocks that the mask keeps.
 
 1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
-2. Blocks that are still partial are decided by their tokens. In each block only the leaves that are partial *there* matter, so the
-   expression is simplified for each combination of leaf states. Blocks that must be alike are found before any pair is evaluated:
-   on one diagonal for distance rules, by keys that a rule gives (``block_keys``).
+2. Blocks that are still partial are decided by their tokens, under the expression simplified for the states of its leaves there.
+   Of blocks that must be alike, one is evaluated: on a diagonal for distance rules, by keys that a rule gives (``block_keys``).
 3. A block found empty is dropped and one found full is promoted, so the table depends only on the mask's meaning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from typing import cast
 
@@ -18,10 +18,9 @@ import numpy as np
 from .build import check_blocks, from_entries, from_heads
 from .chooser import Chooser
 from .fields import BEYOND
-from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
+from .grid import FULL, PARTIAL, BlockGrid, BlockRuns
 from .mask_tables import MaskTables
 from .pattern import And, DerivedPattern, Not, Or, Pattern, PerEntry, Runs, short_text
-from .progress import progress_bar
 from .rules import block_states
 from .table import Entries, FullBlocks
 from .tiles import TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
@@ -30,6 +29,7 @@ _CHUNK = 1 << 14  # partial blocks decided at a time
 _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
 _UNDECIDED = -3  # not the number of a tile, nor EMPTY_TILE or FULL_TILE
 _MOST_RUNS = 256  # runs per query beyond which evaluating tokens is as fast
+_LONG = 1 << 28  # pairs to evaluate beyond which a progress bar is shown
 
 
 def compile_tables(pattern: Pattern, grid: BlockGrid, progress: bool | None = None) -> MaskTables:
@@ -51,21 +51,16 @@ def compile_tables(pattern: Pattern, grid: BlockGrid, progress: bool | None = No
 class _Compilation:
     def __init__(self, pattern: Pattern, grid: BlockGrid, progress: bool | None):
         self.pattern, self.grid, self.progress = pattern, grid, progress
-        self.leaves: dict[Pattern, BlockRuns] = {}
+        self.leaves = {leaf: block_states(leaf, grid) for leaf in dict.fromkeys(pattern.leaves())}
         self.diagonals: dict[Pattern, np.ndarray] = {}
         self.pool = TilePool(grid.block_size)
 
     def run(self) -> MaskTables:
-        states = self.pattern.map_leaves(self.leaf_states)
+        states = self.pattern.map_leaves(self.leaves.__getitem__)
         check_blocks(states.count(FULL))  # before they take memory
         whole, cut = self.separate_cut_blocks(states)
         entries = Entries.join([*cut, *self.decide_blocks(states)])
         return from_entries(self.grid, entries, self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
-
-    def leaf_states(self, leaf: Pattern) -> BlockRuns:
-        if leaf not in self.leaves:
-            self.leaves[leaf] = block_states(leaf, self.grid)
-        return self.leaves[leaf]
 
     def separate_cut_blocks(self, states: BlockRuns) -> tuple[BlockRuns, list[Entries]]:
         """(the states of blocks that are not cut off by the end of the queries or keys, the full ones that are)"""
@@ -76,19 +71,18 @@ class _Compilation:
         first = np.full(q_blocks, kv_blocks - cut_col)
         first[-1] *= not cut_row
         cut = BlockRuns.from_row_runs(self.grid.shape, np.arange(q_blocks), first, np.array(kv_blocks), np.array(FULL))
-        return states & ~cut, [self.add_cut_tiles(rows, cols) for rows, cols, _ in (states & cut).blocks(FULL)]
-
-    def add_cut_tiles(self, rows: np.ndarray, cols: np.ndarray) -> Entries:
-        """Full blocks that are cut off have a tile that says where they end."""
-        zero = np.zeros((len(rows), 1, self.grid.block_size), np.int64)
-        tiles = self.pool.add_runs(self.clip_runs(rows, cols, zero, zero + self.grid.block_size)[:, 0])
-        return Entries(*(axis.astype(np.int32) for axis in (rows, cols, tiles)))
+        entries = []
+        for rows, cols, _ in (states & cut).blocks(FULL):  # their tiles say where they end
+            zero = np.zeros((len(rows), 1, size), np.int64)
+            tiles = self.pool.add_runs(self.clip_runs(rows, cols, zero, zero + size)[:, 0])
+            entries.append(Entries(*(axis.astype(np.int32) for axis in (rows, cols, tiles))))
+        return states & ~cut, entries
 
     def decide_blocks(self, states: BlockRuns) -> Iterator[Entries]:
         """Partial blocks, decided by their tokens. Blocks that turn out empty are left out."""
         undecided = states.count(PARTIAL)
         pairs = undecided * self.grid.block_size**2
-        with progress_bar(f"compiling {short_text(self.pattern)}: {undecided:,} blocks", pairs, self.progress) as advance:
+        with _progress_bar(f"compiling {short_text(self.pattern)}: {undecided:,} blocks", pairs, self.progress) as advance:
             for rows, cols, _ in states.blocks(PARTIAL, chunk=_CHUNK):
                 tiles = np.empty(len(rows), np.int64)
                 index = rows * self.grid.kv_blocks + cols
@@ -121,19 +115,19 @@ class _Compilation:
 
     def decide_distinct(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles of these blocks. Of the blocks that the rule tells to be alike, one is evaluated."""
-        if _row_runs(rule, self.grid.q_positions(rows[:1])) is not None:
-            return self.tiles_from_runs(rule, rows, cols)
-        keys = _block_keys(rule, self.grid, rows, cols)
-        if keys is None:
+        if (runs := _row_runs(rule, self.grid.q_positions(rows[:1]))) is not None:
+            return self.tiles_from_runs(rule, rows, cols, runs[0].shape[-1])
+        keys = [leaf.block_keys(self.grid, rows, cols) for leaf in rule.leaves()]
+        known = [one for one in keys if one is not None]
+        if len(known) < len(keys):
             return self.tiles_from_tokens(rule, rows, cols)
-        first, alike = unique_rows(np.column_stack([keys, self.grid.heights(rows), self.grid.widths(cols)]))
+        first, alike = unique_rows(np.column_stack([*known, self.grid.heights(rows), self.grid.widths(cols)]))
         return self.tiles_from_tokens(rule, rows[first], cols[first])[alike]
 
-    def tiles_from_runs(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    def tiles_from_runs(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray, runs_of_query: int) -> np.ndarray:
         """The tiles of these blocks by the runs of their queries, of some rows at a time, so that memory stays bounded."""
         tiles = np.empty(len(rows), np.int64)
         distinct, row = np.unique(rows, return_inverse=True)
-        runs_of_query = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[:1])))[0].shape[-1]
         step = max(1, _BATCH_NUMBERS // (self.grid.block_size * runs_of_query))
         for low in range(0, len(distinct), step):
             chosen = np.flatnonzero((row >= low) & (row < low + step))
@@ -153,10 +147,8 @@ class _Compilation:
     def pick_touching_runs(
         self, first: np.ndarray, stop: np.ndarray, row: np.ndarray, cols: np.ndarray
     ) -> Iterator[tuple[slice, tuple[np.ndarray, np.ndarray]]]:
-        """Yields (some of the blocks, the index of their runs in ``first`` and ``stop``). Only the runs that touch a block matter:
-        a window over an image has many, of which one or two lie in any block.
-
-        first, stop: (rows, runs, block). row, cols: (blocks,), the row of each block among these, and its column."""
+        """Yields (some of the blocks, the index in ``first`` and ``stop``, (rows, runs, block), of the runs that touch them): a
+        window over an image has many, of which one or two lie in any block. row: of each block among these rows."""
         size, start = self.grid.block_size, cols[:, None] * self.grid.block_size
         kept = stop > first
         begin, end = np.where(kept, first, BEYOND).min(2), np.where(kept, stop, -BEYOND).max(2)
@@ -183,12 +175,9 @@ class _Compilation:
         for batch in dense_batches(len(rows), size):
             r, c = rows[batch], cols[batch]
             kept = rule.token_tiles(self.grid.q_positions(r), self.grid.kv_positions(c))
-            cut_rows, cut_cols = self.grid.heights(r) < size, self.grid.widths(c) < size
-            if cut_rows.any() or cut_cols.any():
-                token = np.arange(size)
-                kept = (
-                    kept & (token < self.grid.heights(r)[:, None])[:, :, None] & (token < self.grid.widths(c)[:, None])[:, None, :]
-                )
+            exists = [np.arange(size) < counts[:, None] for counts in (self.grid.heights(r), self.grid.widths(c))]
+            if not (exists[0].all() and exists[1].all()):
+                kept = kept & exists[0][:, :, None] & exists[1][:, None, :]
             tiles.append(self.pool.add_dense(kept))
         return np.concatenate(tiles)
 
@@ -199,6 +188,20 @@ class _Compilation:
         np.minimum(stop, width, out=stop)
         stop *= (np.arange(self.grid.block_size) < self.grid.heights(rows)[:, None])[:, None, :]
         return pack_runs(first, stop)
+
+
+@contextmanager
+def _progress_bar(text: str, total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
+    """Yields a function to call with the number of pairs that were just evaluated; it moves a bar if the work is long."""
+    if not (wanted or (wanted is None and total > _LONG)):
+        yield lambda pairs: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda pairs: bar.advance(task, pairs)
 
 
 def entry_patterns(pattern: Pattern) -> tuple[Pattern, ...]:
@@ -224,20 +227,12 @@ def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
     if isinstance(pattern, Not):
         inner = _simplify(pattern.operand, states)
         return ~inner if isinstance(inner, Pattern) else not inner
-    settled: dict[int, Pattern | bool] = {EMPTY: False, FULL: True, PARTIAL: pattern}
-    return settled[states[pattern]]
+    return pattern if states[pattern] == PARTIAL else states[pattern] == FULL
 
 
 def is_shift_invariant(rule: Pattern, block_size: int) -> bool:
     """Whether moving both tokens of a pair by ``block_size`` changes nothing."""
     return all(leaf.shift_period is not None and block_size % leaf.shift_period == 0 for leaf in rule.leaves())
-
-
-def _block_keys(rule: Pattern, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
-    """``block_keys`` of all patterns in an expression; None if some pattern has none."""
-    keys = [leaf.block_keys(grid, rows, cols) for leaf in rule.leaves()]
-    known = [one for one in keys if one is not None]
-    return np.column_stack(known) if len(known) == len(keys) else None
 
 
 def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS) -> Runs | None:

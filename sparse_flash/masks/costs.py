@@ -1,8 +1,5 @@
-"""Estimates what a table costs kernels on an H100 or H200: arithmetic on its counts, the same on every rank and machine.
-
-It chooses between tables before a call's heads are known, and tells plans over several GPUs how long work takes. Rows of blocks (in
-the backward pass: columns) are spread over the multiprocessors.
-"""
+"""Estimates what a table costs kernels on an H100 or H200, by its counts: the same on every rank and machine. Rows of blocks (in
+the backward pass: columns) are spread over the multiprocessors."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ COPY_RATE = 2.7e6  # bytes per microsecond of an H100
 PORTABLE_MARGIN = 1.5  # the gain for which masks leave the portable kernels, whose times rest on few measurements
 _MULTIPROCESSORS = 132
 # (backward, block size) -> microseconds of a multiprocessor at HEAD_DIM: (a row's start and end, a full block, a partial block); of
-# Hopper's kernels, and for blocks of 32 and 16 of the portable ones. Fitted by non-negative least squares of relative errors to
-# 1,460 passes of the peers' tables and of calls drawn at random.
+# Hopper's kernels, and for blocks of 32 and 16 of the portable ones. Fitted to 1,460 passes by non-negative least squares.
 _TIMES = {
     (False, 128): (2.47, 1.51, 1.94),
     (False, 64): (0.94, 0.49, 0.63),

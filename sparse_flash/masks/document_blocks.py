@@ -1,7 +1,6 @@
 """The tables of a mask in blocks that start where documents start, for kernels whose tiles need not lie on a fixed grid.
 
-On a fixed grid, most documents begin and end within a block. Then each row of blocks has a masked block at either end, where a
-document of its own blocks has one, on the diagonal; and a row of two documents visits the blocks of both.
+On a fixed grid, most rows of blocks have a masked block at either end, and a row of two documents visits the blocks of both.
 """
 
 from __future__ import annotations
@@ -23,19 +22,17 @@ _LEAST_GAIN = 1.01  # of predicted time
 def document_tables(
     mask_index: torch.Tensor, by_query: Table, by_key: Table, tiles: tuple[torch.Tensor, torch.Tensor], starts: torch.Tensor
 ) -> KernelTables:
-    """Both tables of a mask of as many queries as keys, in blocks that start where documents start.
+    """Both tables of a mask of as many queries as keys, in blocks that start where documents start. No row is split.
 
-    starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. No row is
-    split. ``col_idx`` and field 0 of a work item are not the number of a block, as elsewhere, but its start. Field 5 is how many
-    blocks have tokens. Field 6 is what to add to a token of the row's document for its position on an axis of whole blocks. Field 7
-    is where the row's tokens end. Items of blocks without tokens, for which tables made on a device have room, come last.
+    starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. ``col_idx``
+    and field 0 of a work item are a block's start, not its number. Field 5 is how many blocks have tokens, 6 what to add to a token
+    of the row's document for its position on an axis of whole blocks, 7 where the row's tokens end. Items without tokens come last.
     """
     return KernelTables(BLOCK, BLOCK, mask_index, by_query, by_key, tiles, starts, document_order=True)
 
 
 def document_blocks(mask: MaskTables) -> KernelTables | None:
-    """The ``document_tables`` of one mask of as many queries as keys, in blocks of BLOCK, on the CPU; None where kernels are
-    predicted to gain less."""
+    """The ``document_tables`` of one mask in blocks of BLOCK, on the CPU; None where kernels are predicted to gain too little."""
     runs = single_runs(mask)
     if runs is None:
         return None
@@ -48,7 +45,7 @@ def document_blocks(mask: MaskTables) -> KernelTables | None:
     first_block = np.cumsum(blocks) - blocks
     starts = np.append(first_token[document] + concat_ranges(np.zeros_like(blocks), blocks) * BLOCK, mask.q_len)
     entries, pool = _entries(*runs, starts, first_token[document], first_block[document])
-    _, _, kinds, _ = mask.entries()
+    _, _, kinds, _ = mask.by_query.entries()
     if _LEAST_GAIN * _estimate_time(entries.tiles != FULL_TILE, len(document)) > _estimate_time(kinds > 0, mask.grid.q_blocks):
         return None
     full, others, (run_tiles, bit_tiles) = sort_entries(entries, (len(document), len(document)), pool)
@@ -75,9 +72,9 @@ def _estimate_time(is_partial: np.ndarray, rows: int) -> float:
 
 
 def single_runs(mask: MaskTables) -> tuple[np.ndarray, np.ndarray] | None:
-    """(first, stop) of the one run of keys that each query keeps, (q_len,) int64, both 0 if it keeps nothing. None if a query keeps
-    several runs, runs do not ascend, or a query that keeps nothing lies between others. mask: a single one."""
-    rows, cols, kinds, tiles = mask.entries()
+    """(first, stop) of the one run of keys that each query of one mask keeps, (q_len,) int64, both 0 if it keeps nothing. None for
+    several runs, runs that do not ascend, and a query that keeps nothing between others."""
+    rows, cols, kinds, tiles = mask.by_query.entries()
     if (kinds == 2).any():
         return None
     size, blocks = mask.block_size, mask.grid.q_blocks
@@ -108,8 +105,7 @@ def single_runs(mask: MaskTables) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _documents(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """The first token of each document, from 0: where no query before keeps a later key, and no later query an earlier one. Tokens
-    that keep nothing belong together."""
+    """The first token of each document, from 0: where no query before keeps a later key, and no later query an earlier one."""
     some = stop > first
     before = np.maximum.accumulate(stop)[:-1]
     after = np.minimum.accumulate(np.where(some, first, len(first))[::-1])[-2::-1]
@@ -121,8 +117,7 @@ def _documents(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
 def _entries(
     first: np.ndarray, stop: np.ndarray, starts: np.ndarray, first_token: np.ndarray, first_block: np.ndarray
 ) -> tuple[Entries, TilePool]:
-    """The kept blocks of runs, first .. stop - 1 for each query, and their tiles. first_token, first_block: of each block's
-    document."""
+    """The kept blocks of runs, and their tiles. first_token, first_block: of each block's document."""
     rows = len(first_token)
     query = starts[:-1, None] + np.arange(BLOCK)
     exists = query < starts[1:, None]

@@ -26,18 +26,11 @@ from .memory import cached_until_cleared
 BEYOND = 1 << 62
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """The least and the greatest number of a field."""
-
-    least: int
-    most: int = BEYOND
-
-
-Positive: TypeAlias = Annotated[int, Range(1)]
-Natural: TypeAlias = Annotated[int, Range(0)]
-Factors: TypeAlias = Annotated[int, Range(0, 62)]  # how many powers of two
-Share: TypeAlias = Annotated[float, Range(0, 1)]
+# With the least and the greatest number, as ``range`` has them.
+Positive: TypeAlias = Annotated[int, range(1, BEYOND + 1)]
+Natural: TypeAlias = Annotated[int, range(BEYOND + 1)]
+Factors: TypeAlias = Annotated[int, range(63)]  # how many powers of two
+Share: TypeAlias = Annotated[float, range(2)]
 
 
 class Limit(NamedTuple):
@@ -65,9 +58,9 @@ def _limit_of(field: str, annotation: Any) -> Limit | None:
     kind = kinds[0] if optional else annotation
     is_tuple = get_origin(kind) is tuple and get_args(kind)[1:] == (...,)
     number, *rest = get_args(get_args(kind)[0] if is_tuple else kind) or (None,)
-    ranges = [one for one in rest if isinstance(one, Range)]
+    ranges = [one for one in rest if isinstance(one, range)]
     form = "integers" if is_tuple else "share" if number is float else "integer"
-    return Limit(field, form, ranges[0].least, ranges[0].most, optional) if ranges else None
+    return Limit(field, form, ranges[0][0], ranges[0][-1], optional) if ranges else None
 
 
 def check_fields(pattern: object) -> bool:

@@ -27,15 +27,10 @@ def check_known_end(pattern: Pattern | str) -> None:
     """Raises ValueError for a pattern that counts tokens from the end, beside lengths in tensors."""
     for leaf in (parse(pattern) if isinstance(pattern, str) else pattern).leaves():
         if leaf.bind_length(0) != leaf:
-            raise unknown_end_error(leaf)
-
-
-def unknown_end_error(pattern: Pattern) -> ValueError:
-    """The error for a pattern that counts tokens from the end of sequences whose lengths are in tensors."""
-    return ValueError(
-        f"{pattern} counts from the end of the sequence, whose length is not known here: pass it to attention without q_lens and "
-        "kv_lens, or name the tokens from the start, by shifted"
-    )
+            raise ValueError(
+                f"{leaf} counts from the end of the sequence, whose length is not known here: pass it to attention without q_lens "
+                "and kv_lens, or name the tokens from the start, by shifted"
+            )
 
 
 @cached_until_cleared(maxsize=256)

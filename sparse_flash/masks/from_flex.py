@@ -13,9 +13,9 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import noop_mask
 
 from .build import from_entries, from_heads
-from .from_maps import map_from_lists
 from .grid import BlockGrid
 from .mask_tables import MaskTables
+from .select_blocks import map_from_lists
 from .table import Entries
 from .tiles import FULL_TILE, TilePool, dense_batches
 

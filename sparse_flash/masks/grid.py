@@ -21,10 +21,7 @@ SparseMatrix: TypeAlias = scipy.sparse.sparray | scipy.sparse.spmatrix
 
 def check_index(name: str, value: SupportsIndex, count: int) -> int:
     """The number of one of ``count`` tokens, heads or batch entries. Raises TypeError or IndexError."""
-    try:
-        index = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, 0 to {count - 1}; got {value!r}") from None
+    index = operator.index(value)
     if not 0 <= index < count:
         raise IndexError(f"{name} must be 0 to {count - 1}; got {index}")
     return index
@@ -81,11 +78,6 @@ class BlockGrid:
         index = rows[:, None] * self.block_size + np.arange(self.block_size)
         return np.minimum(index, self.q_len - 1) + self.offset
 
-    def q_ends(self, rows: np.ndarray) -> np.ndarray:
-        """(len(rows), 2) int64 positions of the first and the last query in these block rows."""
-        index = np.stack([rows * self.block_size, (rows + 1) * self.block_size - 1], axis=1)
-        return np.minimum(index, self.q_len - 1) + self.offset
-
     def kv_positions(self, cols: np.ndarray) -> np.ndarray:
         """(len(cols), block_size) int64 positions of the keys in these block columns; past the end the last one repeats."""
         index = cols[:, None] * self.block_size + np.arange(self.block_size)
@@ -113,7 +105,7 @@ def concat_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def runs_of(rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places, ordered by row and column, as runs [first, stop) of columns in a row, in order: rows, first, stop, (runs,) each."""
+    """Blocks, ordered by row and column, as runs [first, stop) of columns in a row, in order: rows, first, stop, (runs,) each."""
     begins = np.append(True, (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1] + 1))[: len(rows)]
     begin = np.flatnonzero(begins)
     last = np.append(begin[1:], len(rows))[: len(begin)] - 1
@@ -122,14 +114,12 @@ def runs_of(rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray,
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """Block states, run-length encoded: block k of the row-major grid has state ``states[r]`` for the last r with
-    ``starts[r] <= k``.
+    """Block states: block k of the row-major grid has state ``states[r]`` for the last r with ``starts[r] <= k``.
 
     shape: (q_blocks, kv_blocks). starts: (runs,) int64, ascending, starts[0] == 0. states: (runs,) int8 of EMPTY (0),
     PARTIAL (1), FULL (2).
 
-    ``& | ~`` are three-valued logic, in time and memory proportional to the runs rather than the blocks: a causal mask of a million
-    tokens is two runs per row, while a list of its blocks would have 33 million entries.
+    ``& | ~`` are three-valued logic, in time and memory proportional to the runs rather than the blocks.
     """
 
     shape: tuple[int, int]
@@ -221,8 +211,7 @@ class BlockRuns:
         return BlockRuns(self.shape, starts, states)
 
     def blocks(self, state: int | None = None, chunk: int = 1 << 20) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yields (rows, cols, states) of the non-empty blocks, or of those in one state, in row-major order, in pieces of about
-        ``chunk`` blocks (at least one piece), so memory stays bounded."""
+        """Yields (rows, cols, states) of the non-empty blocks, or of those in one state, in order, in one piece or more."""
         chosen = self.states != EMPTY if state is None else self.states == state
         ends = np.append(self.starts[1:], self.shape[0] * self.shape[1])
         first, stop, states = self.starts[chosen], ends[chosen], self.states[chosen]

@@ -1,5 +1,4 @@
-"""The tables and tiles of one or several masks, and what they say: which blocks and pairs they keep. The docstring of ``BlockMask``
-defines the format."""
+"""The tables and tiles of one or several masks, and which blocks and pairs they keep. ``BlockMask`` defines the format."""
 
 from __future__ import annotations
 
@@ -14,14 +13,13 @@ import torch
 
 from ..compat.dynamo import outside_graphs
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, check_index
-from .select_blocks import arange_int32
 from .table import FullBlocks, PartialBlocks, Table, bands_of, ordered_bounds, work_of_whole_rows
-from .tiles import dense_batches, unpack_bits, unpack_runs
+from .tiles import dense_batches, runs_to_dense, unpack_bits, unpack_runs
 
 
 @dataclass(frozen=True, eq=False)
 class MaskTables:
-    """Fields of a ``BlockMask``, whose docstring describes them: what functions below that class make and read."""
+    """Fields of a ``BlockMask``, whose docstring describes them."""
 
     q_len: int
     kv_len: int
@@ -90,7 +88,6 @@ class MaskTables:
 
     @property
     def row_queries(self) -> int:
-        """Queries in a row of ``by_query``."""
         return self.block_size
 
     @property
@@ -102,13 +99,8 @@ class MaskTables:
         """mask_index, by_query's tensors, by_key's tensors, tile_runs, tile_bits."""
         return [self.mask_index, *self.by_query, *self.by_key, *self.tiles]
 
-    def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Every kept block of every stored mask, as ``Table.entries`` gives it."""
-        return self.by_query.entries()
-
     def bands(self, number: int = 0, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:
-        """The kept blocks of a stored mask, some rows of them at a time, a multiple of ``step``: the full ones as runs, so that a
-        dense mask takes little more memory than its table."""
+        """The kept blocks of a stored mask, some rows of them at a time: see ``bands_of``."""
         return bands_of(self.by_query, number, self.grid.kv_blocks, step)
 
     def kept(self, number: int = 0) -> tuple[FullBlocks, PartialBlocks]:
@@ -125,8 +117,7 @@ class MaskTables:
         """Which pairs tiles keep, given kind and tile as from ``entries``: (n, block, block) bool, or some rows of these."""
         runs, bits = (t[:, rows].cpu().numpy() for t in self.tiles)
         first, stop = unpack_runs(runs[np.where(kind == 1, tile, 0)])
-        column = np.arange(self.block_size)
-        dense = (column >= first[:, :, None]) & (column < stop[:, :, None])
+        dense = runs_to_dense(first[..., None], stop[..., None], self.block_size)
         dense[kind == 2] = unpack_bits(bits[tile[kind == 2]], self.block_size)
         dense[kind == 0] = True
         return dense
@@ -189,24 +180,20 @@ class MaskTables:
 
     @outside_graphs
     def block_states(self) -> torch.Tensor:
-        """Block states: 0 empty, 1 partial, 2 full (keeps all of its existing pairs).
-
-        (q_blocks, kv_blocks) int8, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
-        """
-        rows, cols, kind, tile = self.entries()
+        """Block states: 0 empty, 1 partial, 2 full (keeps all of its existing pairs). (q_blocks, kv_blocks) int8, or (batch | 1,
+        heads | 1, q_blocks, kv_blocks) for several masks."""
+        rows, cols, kind, tile = self.by_query.entries()
         full = self.pairs_of(kind, tile) == self.grid.heights(rows) * self.grid.widths(cols)
         states = np.full((self.masks, *self.grid.shape), EMPTY, np.int8)
         states[self.entry_masks, rows, cols] = np.where(full, FULL, PARTIAL)
         return self._spread_over_heads(torch.from_numpy(states))
 
     def kept_blocks(self) -> torch.Tensor:
-        """Which blocks the mask visits, on its device without host synchronization; the reverse of ``from_blocks``.
-
-        (q_blocks, kv_blocks) bool, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
-        """
+        """Which blocks the mask visits, on its device without host synchronization; the reverse of ``from_blocks``. (q_blocks,
+        kv_blocks) bool, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks."""
         ends = self.by_query.row_ptr[:, 1:].flatten().contiguous()
         cols = self.by_query.col_idx
-        row = torch.searchsorted(ends, arange_int32(len(cols), self.device), right=True)
+        row = torch.searchsorted(ends, torch.arange(len(cols), dtype=torch.int32, device=self.device), right=True)
         # Entries beyond row_ptr's last may hold anything, and go to the row past the last.
         kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
         index = row * self.grid.kv_blocks + torch.where(row < len(ends), cols, 0)
@@ -219,8 +206,7 @@ class MaskTables:
         return self.kept_by_queries(self.stored_index(batch, head), row, slice(within, within + 1))[0]
 
     def kept_by_queries(self, number: int, row: int, within: slice) -> torch.Tensor:
-        """Which keys neighbouring queries of one block row keep: (queries, kv_len) bool on the CPU. number: of the stored mask.
-        within: the queries, counted from the first of the block row."""
+        """Which keys some queries of a stored mask's block row keep: (queries, kv_len) bool on the CPU. within: the queries."""
         table, queries = self.by_query, within.stop - within.start
         begin, end = table.row_ptr[number, row : row + 2].tolist()
         runs, bits = table.row_split[number, row].tolist()
@@ -233,11 +219,9 @@ class MaskTables:
 
     @outside_graphs
     def to_dense(self) -> torch.Tensor:
-        """True where a pair is kept: (q_len, kv_len) bool, or (batch | 1, heads | 1, q_len, kv_len) for several masks.
-
-        Takes q_len x kv_len bytes per mask: for inspecting short masks and for tests.
-        """
-        rows, cols, kind, tile = self.entries()
+        """True where a pair is kept: (q_len, kv_len) bool, or (batch | 1, heads | 1, q_len, kv_len) for several masks. For
+        inspecting short masks."""
+        rows, cols, kind, tile = self.by_query.entries()
         size = self.block_size
         dense = np.zeros((self.masks, self.grid.q_blocks, self.grid.kv_blocks, size, size), bool)
         for part in dense_batches(len(rows), size):

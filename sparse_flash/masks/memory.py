@@ -1,5 +1,5 @@
 """Remembers tables, plans, texts and choices of back ends between calls; ``kernels/launch/memory`` remembers kernel launches.
-Each memory is bounded, and ``clear`` empties all of them."""
+Each memory is bounded, and ``clear_memories`` empties all of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ register_clear = _ways_to_clear.append
 
 
 def cached_until_cleared(maxsize: int) -> Callable[[FUNCTION], FUNCTION]:
-    """Decorator: an lru_cache of this size that ``clear`` empties. For results that depend only on the arguments and so never go
-    stale. A dropped result is recomputed; existing holders keep theirs."""
+    """Decorator: an lru_cache of this size that ``clear_memories`` empties."""
 
     def decorate(function: FUNCTION) -> FUNCTION:
         cached = lru_cache(maxsize=maxsize)(function)

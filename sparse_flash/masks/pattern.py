@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import chain
@@ -38,15 +37,13 @@ class Pattern:
 
     The rest may be left out. A pattern for one number of tokens, as a grid is, says so by ``named_tokens``. ``block_rule``,
     ``row_runs``, ``block_keys`` and ``shift_invariant``, that the rule depends only on ``q - kv``, make compiling faster and change
-    no table: each must agree with ``token_rule``. Without a block rule every block is evaluated. A pattern made of whole blocks may
-    define only that.
+    no table. Without a block rule every block is evaluated. A pattern made of whole blocks may define only that.
 
     Fields are hashable, as tables are looked up by their pattern: tuples, not lists or arrays. Others raise a TypeError. Equal
     patterns, which share tables, have equal fields of one kind: 1, 1.0 and True differ.
     """
 
     name: ClassVar[str | None] = None
-    shift_invariant: ClassVar[bool] = False  # then blocks on one diagonal are equal, and one of them is evaluated
     chooses: ClassVar[bool] = False  # whether it is a chooser, which keeps blocks by the content of q and k
     hides_padding: ClassVar[bool] = False  # whether it keeps no padding of its ``layout``, which is such a pattern itself
     from_spec: ClassVar[Callable[[str], Pattern]]  # ``parse``: module ``parsing``, which knows all classes, sets it
@@ -59,8 +56,15 @@ class Pattern:
             cls.__eq__ = _equal  # type: ignore[method-assign,assignment]  # a dataclass keeps the one that it finds
 
     def __post_init__(self) -> None:
-        if not check_fields(self):
-            _check_hashable(self)
+        if check_fields(self):
+            return
+        try:
+            hash(self)
+        except TypeError as error:
+            raise TypeError(
+                f"{own_name(type(self)) or type(self).__qualname__} must be hashable, as tables are looked up by their pattern; "
+                f"{error}; pass tuples instead of lists and arrays, and make it a frozen dataclass: @dataclass(frozen=True)"
+            ) from None
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """Which pairs may attend: bool, broadcastable to the broadcast shape of the two int64 position arrays.
@@ -70,44 +74,12 @@ class Pattern:
         """
         raise NotImplementedError(f"{type(self).__name__} defines no token_rule, and some of its blocks are partial")
 
-    def block_rule(self, grid: BlockGrid) -> BlockRuns | SparseMatrix | None:
-        """States of the grid's blocks (1 partial, 2 full) as a (q_blocks, kv_blocks) scipy.sparse matrix or a BlockRuns, or None if
-        only the tokens of blocks tell them apart.
-
-        It may call an empty or full block partial: compiling evaluates the tokens of partial blocks.
-        """
-        return None
-
-    def block_keys(self, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
-        """Keys of these blocks, (blocks, numbers) integers, or None. Blocks with equal keys keep equal pairs: one is evaluated."""
-        return None
-
-    def row_runs(self, q: np.ndarray) -> Runs | None:
-        """The keys that each query keeps, as runs [first, stop) of positions, or None if that is not a natural form.
-
-        q: any shape S of int64 positions. Returns two int64 arrays of shape (*S, runs); the runs of a query are ascending and
-        disjoint; a run with stop <= first is empty.
-        """
-        return None
-
-    @property
-    def shift_period(self) -> int | None:
-        """The token rule repeats when both positions move by this many tokens; None if it need not."""
-        return 1 if self.shift_invariant else None
-
-    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
-        shape = (*q.shape, kv.shape[1])
-        return evaluate_rule(self, "the token rule", self.token_rule, (q[:, :, None], kv[:, None, :]), shape)
-
     def named_tokens(self) -> tuple[int, int] | None:
-        """The least and the greatest length of the sequences that the pattern is for, if it names a number of tokens, as a grid
-        does; None if it is for any length. Compiling it for another length raises ValueError."""
+        """The least and the greatest length of the sequences that the pattern is for, as of a grid; None if it is for any."""
         return None
 
     def length_refusal(self, q_len: int, kv_len: int) -> str | None:
-        """Why the pattern is not for these lengths, or None. With fewer queries than keys, as in decoding, the last tokens that it
-        names may be yet to come."""
+        """Why the pattern is not for these lengths, or None. In decoding, the last tokens that it names may be yet to come."""
         least, most = self.named_tokens() or (0, kv_len)
         if least <= kv_len <= most or (kv_len < least and q_len < kv_len):
             return None
@@ -116,6 +88,34 @@ class Pattern:
             "shifted(pattern, n), which starts at token n and keeps nothing elsewhere, and what the other tokens keep, such as "
             "global_tokens(n) before it and last_tokens(n) after it"
         )
+
+    # Up to ``token_tiles``: optional, and for speed only. They change no table, as each must agree with ``token_rule``.
+
+    shift_invariant: ClassVar[bool] = False  # then blocks on one diagonal are equal, and one of them is evaluated
+
+    @property
+    def shift_period(self) -> int | None:
+        """The token rule repeats when both positions move by this many tokens; None if it need not."""
+        return 1 if self.shift_invariant else None
+
+    def block_rule(self, grid: BlockGrid) -> BlockRuns | SparseMatrix | None:
+        """States of the grid's blocks (1 partial, 2 full) as a (q_blocks, kv_blocks) scipy.sparse matrix or a BlockRuns; None: all
+        are partial. Compiling evaluates the tokens of partial blocks, so an empty or full block may be called partial."""
+        return None
+
+    def block_keys(self, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray | None:
+        """Keys of these blocks, (blocks, numbers) integers, or None. Blocks with equal keys keep equal pairs: one is evaluated."""
+        return None
+
+    def row_runs(self, q: np.ndarray) -> Runs | None:
+        """The keys that each query keeps, as runs [first, stop) of positions, or None if that is no natural form. q: any shape S.
+        Returns two int64 arrays (*S, runs), ascending and disjoint; a run with stop <= first is empty."""
+        return None
+
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
+        shape = (*q.shape, kv.shape[1])
+        return evaluate_rule(self, "the token rule", self.token_rule, (q[:, :, None], kv[:, None, :]), shape)
 
     def leaves(self) -> Iterator[Pattern]:
         """The patterns that an expression is composed of."""
@@ -193,17 +193,6 @@ def short_text(pattern: Pattern | str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def _check_hashable(pattern: Pattern) -> None:
-    """Raises TypeError if tables cannot be looked up by this pattern."""
-    try:
-        hash(pattern)
-    except TypeError as error:
-        raise TypeError(
-            f"{own_name(type(pattern)) or type(pattern).__qualname__} must be hashable, as tables are looked up by their pattern; "
-            f"{error}; pass tuples instead of lists and arrays, and make it a frozen dataclass: @dataclass(frozen=True)"
-        ) from None
-
-
 def _equal(pattern: Pattern, other: object) -> bool:
     params = getattr(type(pattern), "__dataclass_params__", None)
     if type(pattern) is not type(other) or params is None or not params.eq:
@@ -219,32 +208,14 @@ def _equality_key(value: object) -> object:
     return isinstance(value, (bool, np.bool_)), isinstance(value, (float, np.floating)), value
 
 
-@contextmanager
-def explain_array_errors(pattern: object, rule: str) -> Iterator[None]:
-    """Errors of a rule that does not take arrays name it and say what to write; others are the user's own, and pass."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if "array" not in str(error):  # as NumPy says it: the truth value of an array, only 0-dimensional arrays
-            raise
-        raise (TypeError if isinstance(error, TypeError) else ValueError)(
-            f"{rule} of {pattern} failed on arrays of positions: {error} (use NumPy's functions, and & | ~ instead of and, or, not)"
-        ) from error
-
-
 def evaluate_rule(
     pattern: object, name: str, rule: Callable[..., Any], positions: tuple[np.ndarray, ...], shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Evaluates a rule at these positions: bool of this shape. Raises TypeError or ValueError for a result of another form."""
-    with explain_array_errors(pattern, name):
-        # A rule may change its arguments in place, and other rules get the same positions.
-        kept = np.asarray(rule(*(one.copy() for one in positions)))
+    """Evaluates a rule at these positions: bool of this shape."""
+    kept = np.asarray(rule(*(one.copy() for one in positions)))  # a rule may change its arguments in place
     if kept.dtype != bool:
         raise TypeError(f"{name} of {pattern} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
-    try:
-        return np.broadcast_to(kept, shape)
-    except ValueError:
-        raise ValueError(f"{name} of {pattern} must broadcast to {shape}; it returned {kept.shape}") from None
+    return np.broadcast_to(kept, shape)
 
 
 class DerivedPattern(Pattern):
@@ -260,8 +231,7 @@ class DerivedPattern(Pattern):
         given: object = self.expression
         expression = Pattern.from_spec(given) if isinstance(given, str) else given
         if not isinstance(expression, Pattern):
-            way_out = "; write @property above it" if callable(given) else ""
-            raise TypeError(f"the expression of {self} must be a Pattern or its spec text; got {type(given).__name__}{way_out}")
+            raise TypeError(f"the expression of {self} must be a property: a Pattern or its spec text; got {type(given).__name__}")
         return expression
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
@@ -348,7 +318,7 @@ class _Composite(_Expression):
 
 def layout_of(*patterns: Pattern) -> Any:
     """The VideoLayout of the patterns in these expressions, itself a pattern of all keys but padding, or None. Raises ValueError
-    for several. ``| ~``, ``per_head`` and ``per_batch`` put it before what would keep padding, as no query is to see any."""
+    for several. ``| ~``, ``per_head`` and ``per_batch`` put it before what would keep padding."""
     found = (getattr(leaf, "layout", None) for one in patterns for leaf in one.leaves())
     layouts = [one for one in found if isinstance(one, Pattern) and one.hides_padding]
     if any(one != layouts[0] for one in layouts):
@@ -482,8 +452,7 @@ class PerHead(PerEntry):
 
     patterns: as many patterns or spec texts as a call has query heads, in their order, in a list or tuple; or one for all heads.
 
-    It goes wherever a pattern goes that may differ between heads: compiled and cached for each call's lengths, with equal patterns
-    stored once. ``& | ~`` combine it head by head, with one pattern or with as many.
+    Equal patterns are stored once. ``& | ~`` combine it head by head, with one pattern or with as many.
     """
 
     entry = "head"
@@ -496,9 +465,7 @@ class PerBatch(PerEntry):
     use: batches whose sequences differ: paragraphs in other places, prefixes of other lengths
 
     patterns: as many patterns or spec texts as a call has sequences, in their order, in a list or tuple; or one for all. None of
-    them has a chooser.
-
-    It does for the sequences of a batch what ``per_head`` does for heads. The two do not combine.
+    them has a chooser. ``per_head`` and ``per_batch`` do not combine.
     """
 
     entry = "sequence"

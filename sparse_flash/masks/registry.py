@@ -19,8 +19,8 @@ _registry: dict[str, type[Pattern]] = {}
 def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
     """Class decorator: makes a pattern available to spec text and the command line under ``name``.
 
-    The class must be a frozen dataclass derived from Pattern. A taken name raises a ValueError that names both owners; redefining a
-    class of ``__main__`` (rerunning a notebook cell) replaces it.
+    The class must be a frozen dataclass derived from Pattern. A taken name raises a ValueError; redefining a class of ``__main__``
+    (rerunning a notebook cell) replaces it.
     """
     if not isinstance(name, str) or not spec.is_name(name):
         raise ValueError(f"a pattern name must be an identifier such as 'ring', in ASCII and not 'inf'; got {name!r}")
@@ -67,15 +67,13 @@ def list_registered(chooses: bool) -> list[str]:
 
 def pattern_class(name: str) -> type[Pattern]:
     """The class registered under ``name``. Raises ValueError that lists the nearest names."""
-    if name == "layout":
-        raise ValueError(
-            "layout stands for a video's layout only in use_sparse_flash for diffusers; here write "
-            "video_layout(frames, height, width)"
-        )
     if name not in _registry:
-        hint = suggest_names(name, sorted(_registry))
-        own = "For one of your own, import the file that registers it, on the command line by --import FILE"
-        raise ValueError(f"unknown pattern {name!r}; {hint}{'' if hint.endswith('?') else '.'} {own}")
+        near = difflib.get_close_matches(name.lower(), sorted(_registry), n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(sorted(_registry))}."
+        raise ValueError(
+            f"unknown pattern {name!r}; {hint} For one of your own, import the file that registers it, on the command line by "
+            "--import FILE"
+        )
     return _registry[name]
 
 
@@ -85,9 +83,3 @@ def find_docstring_line(cls: type[Pattern], subject: str) -> str:
         if found := re.search(rf"^\s*{subject}: (.+)$", text or "", re.MULTILINE):
             return found[1]
     return ""
-
-
-def suggest_names(name: str, known: list[str]) -> str:
-    """The names that an error about an unknown one suggests."""
-    near = difflib.get_close_matches(name.lower(), known, n=3)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known) or 'none'}"

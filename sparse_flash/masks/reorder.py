@@ -22,16 +22,11 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what su
 
 def reorder_tensor(x: torch.Tensor, dim: int, layout: Any, to: str, tokens: int) -> torch.Tensor:
     """x in another order along ``dim``. layout: a VideoLayout. to: "to_tiles" or "to_raster". tokens: how many x must have."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x must be a torch.Tensor; got {type(x).__name__}; pass torch.as_tensor(x)")
-    if not -x.dim() <= dim < x.dim():
-        raise IndexError(f"dim must be a dimension of x, which has {x.dim()}; got dim={dim} and x of shape {tuple(x.shape)}")
     if x.shape[dim] != tokens:
         said = {"to_tiles": "before it is in tile order", "to_raster": "in tile order"}[to]
         raise ValueError(f"x must have {tokens} tokens in dimension {dim} {said}, of {layout}; got shape {tuple(x.shape)}")
     if torch.compiler.is_compiling():
-        # PyTorch before 2.13 takes text alone as a constant. An operation's result keeps its length with dynamic=True, a constant
-        # does not.
+        # PyTorch before 2.13 takes only text as a constant. With dynamic=True, only an operation's result keeps its length.
         order = [index.detach() for index in _constant_order(layout.to_spec(), x.device)]
     else:
         order = _make_order(layout, x.device)

@@ -7,16 +7,14 @@ DistancePattern the rule applies to the distance between two units       strided
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import scipy.sparse
 
-from .fields import positive_int
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, runs_of, union
-from .pattern import DerivedPattern, Pattern, Runs, evaluate_rule, explain_array_errors, layout_of
+from .pattern import DerivedPattern, Pattern, Runs, evaluate_rule, layout_of
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
@@ -52,9 +50,9 @@ class RunPattern(Pattern):
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
         """Run by run: some query of a row reaches from the least first to the greatest stop, all from the greatest to the least."""
-        runs = self._count_runs(grid.offset)
-        pieces = []
-        for rows in _row_chunks(grid, runs * grid.block_size):
+        pieces, step = [], max(1, _CHUNK // (self._count_runs(grid.offset) * grid.block_size))  # bounds memory
+        for low in range(0, grid.q_blocks, step):
+            rows = np.arange(low, min(low + step, grid.q_blocks))
             first, stop = self.row_runs(grid.q_positions(rows))
             first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
             empty = stop <= first
@@ -65,36 +63,19 @@ class RunPattern(Pattern):
 
     def _count_runs(self, position: int) -> int:
         """How many runs a query keeps. Raises ValueError for runs in another form than ``row_runs`` must return."""
-        with explain_array_errors(self, "row_runs"):
-            runs: Any = self.row_runs(np.array([position, position]))
-        is_pair = isinstance(runs, (tuple, list)) and len(runs) == 2
-        first, stop = map(np.asarray, runs) if is_pair else (np.zeros(0), np.zeros(0))
-        if (
-            first.ndim != 2
-            or len(first) != 2
-            or not first.size
-            or first.shape != stop.shape
-            or first.dtype.kind + stop.dtype.kind != "ii"
-        ):
-            got = f"{first.dtype} of shape {first.shape} and {stop.dtype} of shape {stop.shape}" if is_pair else repr(runs)
+        bounds = [np.asarray(bound) for bound in self.row_runs(np.array([position, position]))]
+        runs = bounds[0].size // 2
+        if len(bounds) != 2 or not runs or any(bound.shape != (2, runs) or bound.dtype.kind != "i" for bound in bounds):
+            got = " and ".join(f"{bound.dtype} of shape {bound.shape}" for bound in bounds)
             raise ValueError(
                 f"row_runs of {self} must return (first, stop), two integer arrays of shape (*q.shape, runs), of one run or more; "
                 f"for q of shape (2,) got {got}; begin with q = q[..., None]"
             )
-        return first.shape[1]
-
-
-def _row_chunks(grid: BlockGrid, numbers_per_row: int) -> Iterator[np.ndarray]:
-    """The block rows, in chunks small enough for this many numbers per row to fit in bounded memory."""
-    step = max(1, _CHUNK // numbers_per_row)
-    return (np.arange(low, min(low + step, grid.q_blocks)) for low in range(0, grid.q_blocks, step))
+        return runs
 
 
 def _round_to_blocks(grid: BlockGrid, rows: np.ndarray, first: np.ndarray, stop: np.ndarray, state: int) -> _RowRuns:
-    """Runs of blocks (row, first, stop, state) from runs of tokens, one or more per block row.
-
-    rows: (rows,). first, stop: (rows, runs) key positions. state: PARTIAL takes blocks that a run touches, FULL those it covers.
-    """
+    """Runs of blocks that runs of keys, first and stop (rows, runs), touch (for PARTIAL) or cover (for FULL)."""
     size = grid.block_size
     first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
     if state == PARTIAL:
@@ -114,13 +95,6 @@ class UnitPattern(Pattern):
 
     block: int
 
-    def _unit(self) -> int:
-        """``block``. Raises TypeError for a class without it, ValueError where it is no number of tokens."""
-        name = self.name or type(self).__qualname__
-        if not hasattr(self, "block"):
-            raise TypeError(f"{name} is a pattern of units and has no block, the tokens in a unit; add a field block: int = 128")
-        return positive_int(name, "block", self.block)
-
     def unit_rule(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         """Which pairs of units may attend: bool, broadcastable like ``token_rule``."""
         raise NotImplementedError(f"{type(self).__name__} is a UnitPattern and defines no unit_rule")
@@ -136,15 +110,13 @@ class UnitPattern(Pattern):
         return scipy.sparse.vstack(parts, format="csr")
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        unit = self._unit()
-        return self.unit_rule(np.asarray(q) // unit, np.asarray(kv) // unit)
+        return self.unit_rule(np.asarray(q) // self.block, np.asarray(kv) // self.block)
 
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        unit = self._unit()
-        if unit == 1:
+        if self.block == 1:
             return super().token_tiles(q, kv)
-        (i, row), (j, col) = (_find_units(position // unit) for position in (q, kv))
-        kept = super().token_tiles(i * unit, j * unit)
+        (i, row), (j, col) = (_find_units(position // self.block) for position in (q, kv))
+        kept = super().token_tiles(i * self.block, j * self.block)
         block = np.arange(len(kept))[:, None, None]
         # Columns before rows, as rows are copied whole.
         kept = kept[block, np.arange(kept.shape[1])[:, None], col[:, None, :]]
@@ -152,7 +124,7 @@ class UnitPattern(Pattern):
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns | None:
         """From each block's kept pairs of tokens: the sum over the kept pairs of units of how many queries and keys lie in it."""
-        unit, size = self._unit(), grid.block_size
+        unit, size = self.block, grid.block_size
         if unit < SMALLEST_LISTED_UNIT:
             return None
         queries, keys = (_tokens_in_units(n, start, unit, size) for n, start in ((grid.q_len, grid.offset), (grid.kv_len, 0)))
@@ -173,11 +145,8 @@ def _tokens_in_units(tokens: int, position: int, unit: int, size: int) -> scipy.
 
 
 def _find_units(unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the units of each block in order, (n, units), where the last may repeat; the index of each token's unit among them).
-
-    unit: (n, block), the unit of each token of n blocks, ascending. [[4, 4, 5], [6, 6, 6]] gives [[4, 5], [6, 6]] and
-    [[0, 0, 1], [0, 0, 0]].
-    """
+    """(the units of each block, (n, units), where the last may repeat; the index of each token's unit among them). unit: (n, block)
+    ascending, the unit of each token. [[4, 4, 5], [6, 6, 6]] gives [[4, 5], [6, 6]] and [[0, 0, 1], [0, 0, 0]]."""
     index = unit - unit[:, :1]
     return np.minimum(unit[:, :1] + np.arange(index[:, -1].max() + 1), unit[:, -1:]), index
 
@@ -191,7 +160,7 @@ class DistancePattern(UnitPattern):
 
     @property
     def shift_period(self) -> int:
-        return self._unit()
+        return self.block
 
     def unit_rule(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return self.distance_rule(i - j)
@@ -208,10 +177,7 @@ class DistancePattern(UnitPattern):
 
 @dataclass(frozen=True)
 class Moved(Pattern):
-    """A pattern whose position 0 is position ``by``, for keys from there on: it may say anything of those before.
-
-    pattern: one that is not composed of others.
-    """
+    """A pattern, not composed of others, whose position 0 is position ``by``; it may say anything of keys before that."""
 
     pattern: Pattern
     by: int

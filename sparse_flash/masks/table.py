@@ -17,8 +17,8 @@ ROW, BEGIN, RUNS, BITS, END, SPLIT, ITEMS, _ = range(8)
 WORK_FIELDS, SPLIT_FIELDS = 8, 4
 
 # A row is split if it has more blocks than _HEAVY_BLOCKS, more than _HEAVY_RATIO times the mean, and more than _HEAVY_SHARE of all
-# blocks: one program would still work on it when the others are done, unless there are many more heads than most models have. Each
-# split has about _SPLIT_BLOCKS blocks, or _SPLIT_RATIO times the mean. The results of each split cost a pass over 64 KiB.
+# blocks: one program would still work on it when the others are done. Each split has about _SPLIT_BLOCKS blocks, or _SPLIT_RATIO
+# times the mean, and costs a pass over 64 KiB of results.
 _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
 # Groups of rows, such as documents, have this many rows at least, on average: operands of fewer stay in the L2 cache in any order.
 _ROWS_OF_A_GROUP = 8
@@ -69,7 +69,7 @@ class Table(NamedTuple):
                                   least two splits, so at most half of these rows are in use.
 
     ``col_idx`` and ``tile_idx`` may be longer than row_ptr indicates. A table made on a device, unless it is of documents, has its
-    rows by weight alone, and room for splits that it may not use: its splits come first, row by row, then the other rows.
+    rows by weight only, and room for splits, which come first, row by row, then the other rows.
     """
 
     row_ptr: torch.Tensor
@@ -105,12 +105,10 @@ class Table(NamedTuple):
 
 
 class KernelTables(NamedTuple):
-    """Tables derived from one mask's, which kernels iterate over instead: in taller rows (``tall``), or in blocks that start where
-    documents start (``document_blocks``).
+    """Tables derived from one mask's, which kernels iterate over instead: see ``tall`` and ``document_blocks``.
 
     block_size: keys of a block. row_queries: queries in a row of ``by_query``. by_key: None for tall rows, which are for forward.
-    tiles: (run tiles, row_queries) and (bit tiles, row_queries, block_size / 32) int32; they may say anything of queries past the
-    end of their row. starts, document_order: as in ``BlockMask``.
+    tiles: (run tiles, row_queries) and (bit tiles, row_queries, block_size / 32) int32; any bits past the end of their row.
     """
 
     block_size: int
@@ -141,8 +139,7 @@ def move_tables(tables: Any, device: torch.device) -> Any:
 
 
 class FullBlocks(NamedTuple):
-    """The full blocks of one mask as runs [first, stop) of columns in a row, (runs,) int64 each, in order: causal at a million
-    tokens has 33 million blocks and 8,191 runs. shape: of the grid of blocks."""
+    """The full blocks of one mask as runs [first, stop) of columns in a row, (runs,) int64 each, in order. shape: of the grid."""
 
     shape: tuple[int, int]
     rows: np.ndarray
@@ -256,7 +253,7 @@ def build_table(full: FullBlocks, partial: PartialBlocks) -> Table:
     of_full = full.ptr
     ptr = of_full + before
     bits = ptr[1:] - of_bits
-    # Each partial block follows those before it and the full blocks of all rows up to its own.
+    # Each partial block follows those before it and the full blocks of all rows up to this one.
     entry = of_full[partial.rows + 1] + np.arange(len(partial.rows))
     tiles, cols = np.zeros(ptr[-1], np.int32), np.ones(ptr[-1], np.int32)
     # A full block's column is the last one's plus 1, except where a run begins: steps, which are then summed up in place.
@@ -270,8 +267,7 @@ def build_table(full: FullBlocks, partial: PartialBlocks) -> Table:
 
 
 def bands_of(table: Table, mask: int, cols: int, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:
-    """The reverse of ``build_table``, for one stored mask of ``cols`` columns: the blocks of some rows, a multiple of ``step``,
-    then of the next, so that memory stays bounded."""
+    """The reverse of ``build_table`` for one stored mask, some rows at a time, a multiple of ``step``, in bounded memory."""
     ptr, split = (bounds[mask].cpu().numpy().astype(np.int64) for bounds in (table.row_ptr, table.row_split))
     col_idx, tile_idx, rows = table.col_idx.cpu().numpy(), table.tile_idx.cpu().numpy(), len(ptr) - 1
     ends = np.append(np.arange(0, rows, step), rows)
@@ -304,28 +300,19 @@ def _stable_order(numbers: np.ndarray) -> np.ndarray:
     return order[np.argsort(high[order], kind="stable")] if high.any() else order
 
 
-def ends_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last block column of each row of one mask, (rows,) each; of an empty row the largest number and -1. ptr,
-    split, cols: row_ptr, row_split and col_idx."""
-    bounds = np.column_stack([ptr[:-1], split, ptr[1:]])
-    first, last = np.full(len(split), np.iinfo(np.int32).max), np.full(len(split), -1)
-    for begin, end in pairwise(bounds.T):  # of each kind
+def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """(rows,) integers: which group each row of one mask belongs to, from 0, the group with the heaviest row first. All 0 where
+    there are no groups. ptr, split, cols: row_ptr, row_split and col_idx.
+
+    Rows of one run of blocks that begin in the same block column, or end in the same one, form a group: under documents, causal or
+    not, a document. Programs at work on rows of several long documents read more than the L2 cache holds.
+    """
+    count = np.diff(ptr)
+    first, last = np.full(len(count), np.iinfo(np.int32).max), np.full(len(count), -1)
+    for begin, end in pairwise(np.column_stack([ptr[:-1], split, ptr[1:]]).T):  # of each kind
         some = begin < end
         first[some] = np.minimum(first[some], cols[begin[some]])
         last[some] = np.maximum(last[some], cols[end[some] - 1])
-    return first, last
-
-
-def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    """(rows,) integers: which group each row of one mask belongs to, from 0, in the order of the queue: the group with the
-    heaviest row first. All 0 where there are no groups. ptr, split, cols: row_ptr, row_split and col_idx.
-
-    A group's rows begin in the same block column, or end in the same one. Under documents, causal or not, a document is a group.
-    Programs at work on rows of several long documents read more than the L2 cache holds. Rows form groups only where each
-    is one run of blocks: others soon differ. docs/performance/kernels.md has figures.
-    """
-    count = np.diff(ptr)
-    first, last = ends_of(ptr, split, cols)
     if ((last - first + 1 != count) & (count > 0)).any():
         return np.zeros(len(count), np.int64)
     ends, group = min((np.unique(side, return_inverse=True) for side in (first, last)), key=lambda found: len(found[0]))
@@ -339,18 +326,15 @@ def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarra
 
 
 def weights_of(count: np.ndarray) -> np.ndarray:
-    """Numbers by which rows, or items, of ``count`` blocks are ordered, (n,) integers.
-
-    Where most rows are about as heavy as the heaviest, these count as equal and stay in order of position, because neighbours read
-    the same keys, or neighbouring ones."""
+    """``count``, the blocks of rows, as they are ordered by: where most are about as heavy as the heaviest, these count as equal
+    and stay in order of position, because neighbours read the same keys."""
     most = count.max(initial=0)
     alike = count >= _ALIKE * most
     return np.where(alike, most, count) if np.count_nonzero(alike) >= _ALIKE * len(count) else count
 
 
 def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """The work items of unsplit rows. order: (..., rows) int32, the rows in their order. bounds: (..., rows, 4) int32, in that
-    order, the start, start of run tiles, start of bit tiles and end of each."""
+    """The work items of unsplit rows. order: (..., rows) int32. bounds: as from ``ordered_bounds``."""
     return torch.cat([order[..., None], bounds, bounds.new_zeros((*order.shape, WORK_FIELDS - SPLIT))], -1)
 
 
@@ -364,8 +348,7 @@ def split_limits() -> tuple[int, int]:
 
     A row is heavy if it has 2 / splits of max(n, blocks) or more, n being the blocks in its mask's table. A heavy row of c blocks
     has c * splits // max(h, n // 4, blocks) splits, h being the blocks of all heavy rows: two or more, and no more than ``splits``
-    in total. With 64 and 2,048 a split has 32 blocks or more, and 1 / 256 of n or more. Shorter ones would balance no better, and
-    each costs a pass over its results.
+    in total, of 32 blocks or more, and 1 / 256 of n or more.
     """
     return _SPLITS, _SPLITS * _SPLIT_BLOCKS
 
@@ -379,8 +362,8 @@ def ordered_bounds(row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: to
 def build_split_work(
     row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(work, splits) of a table made on a device, in operations whose shapes do not depend on its contents: see ``Table`` and
-    ``split_limits``. longest: the most blocks that a row may have. ``kernels/tables/splits.py`` does the same in one launch."""
+    """(work, splits) of a table made on a device, in operations of fixed shapes: see ``split_limits``. longest: the most blocks of
+    a row. ``kernels/tables/splits.py`` does the same in one launch."""
     bounds, room = ordered_bounds(row_ptr, row_split, row_order), most_splits(longest)
     masks, rows = row_order.shape
     if not room:

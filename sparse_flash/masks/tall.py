@@ -12,21 +12,19 @@ from .tiles import FULL_TILE, TilePool, unique_rows
 
 BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1, 1 and 2, 3 and 4, ...
 
-# Forward, H200: a step of 192 queries takes 1.34 times one of 128, or 0.9 of its time by query; a masked step 1.35 times a full one
-# (docs/performance/kernels.md). Tall rows are taken where steps are this many times as many by query, or fewer.
+# Forward, H200 (docs/performance/kernels.md): a step of 192 queries takes 0.9 of the time by query of one of 128; a masked step,
+# 1.35 times that of a full one. Tall rows are taken where steps are this many times as many by query, or fewer.
 _TIME_OF_PARTIAL = 1.35
 _MOST_TIME = 1.06
-# Distinct ones. Many documents have more, and may be others at each step: 60 in 65,536 tokens took 61 ms to learn that rows of 128
-# are faster, and take 1 ms this way, where compiling takes 5. What has fewer takes up to twice its compiling.
+# Distinct ones. Many documents have more, and learning that rows of 128 are faster takes ten times their compiling.
 _MOST_TILES = 1 << 6
 
 _EMPTY, _FULL = 0, 1  # as in ``decode_parts``
 
 
 def tall_rows(mask: MaskTables) -> KernelTables | None:
-    """``by_query`` of one mask in blocks of BLOCK, on the CPU, in tall rows; None if kernels are faster on its rows. A full block
-    may lie past the end of the queries."""
-    rows, cols, kind, tile = mask.entries()
+    """``by_query`` of one mask in blocks of BLOCK, on the CPU, in tall rows; None if kernels are faster on its rows."""
+    rows, cols, kind, tile = mask.by_query.entries()
     number, third = 1 + np.where(kind > 0, 2 * tile + kind, 0), rows % 3
     # Tall rows have block rows 0 and 1, 1 and 2, 3 and 4, ...: the upper ones here, then the lower ones.
     chosen = third < 2, third > 0

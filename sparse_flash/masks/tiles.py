@@ -30,9 +30,8 @@ def unpack_runs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def pack_bits(kept: np.ndarray) -> np.ndarray:
     """(n, block, block) bool -> (n, block, words) int32; column c is bit c % 32 of word c // 32."""
-    words = -(-kept.shape[2] // 32)
     data = np.packbits(kept, axis=2, bitorder="little")
-    data = np.pad(data, ((0, 0), (0, 0), (0, words * 4 - data.shape[2])))
+    data = np.pad(data, ((0, 0), (0, 0), (0, -data.shape[2] % 4)))
     return np.ascontiguousarray(data).view(np.int32)
 
 
@@ -54,17 +53,14 @@ def runs_to_dense(first: np.ndarray, stop: np.ndarray, block: int) -> np.ndarray
 def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Distinct rows of a 2-D array in order of first appearance: (index of each one's first row, number of each row)."""
     data = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), rows.shape[1] * rows.itemsize)
-    data = np.pad(data, ((0, 0), (0, -data.shape[1] % 8))) if data.shape[1] % 8 else data
-    words = data.view(np.uint64)
+    words = (np.pad(data, ((0, 0), (0, -data.shape[1] % 8))) if data.shape[1] % 8 else data).view(np.uint64)
     factors = np.random.default_rng(0).integers(1, 1 << 63, words.shape[1], dtype=np.uint64) * 2 + 1
     # Sorting one 64-bit sum per row is many times faster than sorting rows; the comparison below keeps it exact.
     _, first, inverse = np.unique(words @ factors, return_index=True, return_inverse=True)
     if not np.array_equal(words[first[inverse]], words):
         _, first, inverse = np.unique(words, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return first[order], rank[inverse.ravel()]
+    return first[order], np.argsort(order)[inverse.ravel()]
 
 
 class TilePool:

@@ -42,7 +42,7 @@ class LongDocument:
         """On the device: of each entry row * k_blocks + column, ascending, int64, and 3 * tile + kind, int32; run and bit tiles."""
 
         def make() -> list[torch.Tensor]:
-            rows, cols, kinds, tiles = self.mask.entries()
+            rows, cols, kinds, tiles = self.mask.by_query.entries()
             at = np.append(rows * self.k_blocks + cols, np.iinfo(np.int64).max)  # there is one at least
             order, tile = np.argsort(at), np.append(3 * tiles + kinds, 0).astype(np.int32)
             made = torch.from_numpy(at[order]), torch.from_numpy(tile[order]), *self.mask.tiles
@@ -60,7 +60,7 @@ class LongDocument:
     @cached_property
     def _weights(self) -> tuple[np.ndarray, int, int]:
         """The most entries in a row of documents of up to n blocks, on average, for each n; in any row; in any column."""
-        rows, cols, _, _ = run_in_thread(self.mask.entries)
+        rows, cols, _, _ = run_in_thread(self.mask.by_query.entries)
         entries = np.cumsum(np.bincount(np.maximum(rows, cols), minlength=self.k_blocks)[: self.k_blocks])
         densest = np.maximum.accumulate(entries / np.arange(1, self.k_blocks + 1))
         of_rows, of_columns = (int(np.bincount(numbers, minlength=1).max()) for numbers in (rows, cols))

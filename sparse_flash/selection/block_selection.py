@@ -183,7 +183,7 @@ class BlockSelection:
 
 def rows_of_table(mask: BlockMask) -> Callable[[int, int], torch.Tensor]:
     """Returns (low, high) -> True where queries low .. high - 1 keep a pair of a mask: (high - low, kv_len) bool on the CPU."""
-    (rows, cols, kind, tile), size = mask.entries(), mask.block_size
+    (rows, cols, kind, tile), size = mask.by_query.entries(), mask.block_size
 
     def kept_of(low: int, high: int) -> torch.Tensor:
         first, stop = low // size, -(-high // size)

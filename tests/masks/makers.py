@@ -199,7 +199,7 @@ def assert_keeps(mask, kept):
 
 def assert_tiles_are_few(mask):
     """Tiles are distinct and all used, and of bits only where a row keeps several runs."""
-    _, _, kind, tile = mask.entries()
+    _, _, kind, tile = mask.by_query.entries()
     for number, stored in enumerate(mask.tiles, start=1):
         used = np.unique(tile[kind == number])
         assert used.tolist() == list(range(len(used))) and len(stored) == max(2, len(used))

@@ -1,6 +1,5 @@
 """The compiler: tables follow the token rule, are canonical, and their cost follows what they keep."""
 
-import math
 import sys
 import tracemalloc
 from dataclasses import dataclass
@@ -140,38 +139,26 @@ def test_class_with_a_block_rule_alone_compiles_alone_and_with_others(as_bool):
         np.testing.assert_array_equal(sf.compile_mask(pattern, 150, block_size=32).to_dense().numpy(), kept)
 
 
-SAID = r"(the token rule|row_runs|unit_rule|distance_rule) of .*Wrong\(.*\) failed on arrays of .* \(use NumPy's functions"
-
-
 @pytest.mark.parametrize(
     "base, rule, message",
     [
         (sf.RunPattern, {"row_runs": lambda self, q: (q - 3, q + 1)}, r"got int64 of shape \(2,\).*begin with q = q\[..., None\]"),
         (sf.RunPattern, {"row_runs": lambda self, q: (0, q[..., None])}, r"two integer arrays of shape .* got int64 of shape \(\)"),
         (sf.RunPattern, {"row_runs": lambda self, q: (q[..., None] / 2, q[..., None])}, "got float64 of shape"),
-        (sf.RunPattern, {"row_runs": lambda self, q: None}, r"must return \(first, stop\), .* got None; begin"),
         (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, d: d % 3}, "must return booleans; got int64"),
-        (sf.DerivedPattern, {"expression": 3}, "the expression of .* must be a Pattern or its spec text; got int$"),
-        (sf.DerivedPattern, {"expression": lambda self: sf.causal()}, "spec text; got method; write @property above it"),
+        (sf.DerivedPattern, {"expression": 3}, "the expression of .* must be a property: a Pattern or its spec text; got int$"),
         (sf.DerivedPattern, {}, "Wrong defines no expression"),
         (sf.UnitPattern, {"block": 16, "unit_rule": lambda self, i, j: i - j}, r"unit_rule of .* must return booleans; got int64"),
         (sf.Pattern, {}, "Wrong defines no token_rule"),
         (sf.RunPattern, {}, "Wrong is a RunPattern and defines no row_runs"),
         (sf.UnitPattern, {"block": 16}, "Wrong is a UnitPattern and defines no unit_rule"),
         (sf.DistancePattern, {"block": 16}, "Wrong is a DistancePattern and defines no distance_rule"),
-        (sf.UnitPattern, {"unit_rule": lambda self, i, j: i == j}, "Wrong is a pattern of units and has no block.*block: int"),
-        (sf.UnitPattern, {"block": 16.0, "unit_rule": lambda self, i, j: i == j}, r"block must be an integer .*; got 16\.0"),
         (sf.Pattern, {"block_rule": lambda self, grid: scipy.sparse.csr_array((3, 3))}, r"got csr_array of shape \(3, 3\)"),
         (sf.Pattern, {"block_rule": lambda self, grid: np.ones((1, 1))}, r"scipy.sparse matrix of shape \(1, 1\); got ndarray of"),
         (sf.Pattern, {"block_rule": lambda self, grid: scipy.sparse.csr_array([[3]])}, r"\(partial\) or 2 \(full\); got 3"),
-        (sf.Pattern, {"token_rule": lambda self, q, kv: q >= kv and q % 2 == 0}, SAID),
-        (sf.Pattern, {"token_rule": lambda self, q, kv: math.log2(abs(q - kv) + 1) < 3}, SAID),
-        (sf.RunPattern, {"row_runs": lambda self, q: ((q - (3 if q > 5 else 1))[..., None], q[..., None] + 1)}, SAID),
-        (sf.UnitPattern, {"block": 16, "unit_rule": lambda self, i, j: i >= j and j > 0}, SAID),
-        (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, distance: 0 <= distance < 3}, SAID),
     ],
 )
-def test_a_class_without_its_rule_or_unit_and_a_rule_that_fails_or_returns_another_form_are_one_clear_error(base, rule, message):
+def test_a_class_without_its_rule_and_a_rule_that_returns_another_form_are_one_clear_error(base, rule, message):
     wrong = dataclass(frozen=True)(type("Wrong", (base,), rule))()
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
         sf.compile_mask(sf.causal() & wrong, 64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sparse_flash as sf
-from sparse_flash.masks import from_maps
+from sparse_flash.masks import select_blocks
 
 KEPT = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
 
@@ -30,7 +30,7 @@ def test_one_compiled_graph_serves_all_values(within):
 
 
 def test_where_values_are_not_read_blocks_beyond_the_keys_are_left_out(monkeypatch):
-    monkeypatch.setattr(from_maps, "_can_read_values", lambda device: False)  # as of tensors on a GPU
+    monkeypatch.setattr(select_blocks, "_can_read_values", lambda device: False)  # as of tensors on a GPU
     lists, counts = torch.tensor([[[[0, 4, -1], [2**31 - 1, 1, 2]]]], dtype=torch.int32), torch.tensor([[[7, 2]]])
-    kept = from_maps.map_from_lists(lists, counts, (2, 4))
+    kept = select_blocks.map_from_lists(lists, counts, (2, 4))
     assert kept[0, 0].tolist() == [[True, False, False, False], [False, True, False, False]]
