@@ -127,11 +127,7 @@ def build_call(
         return earlier
     if variant_arguments and not chooses:
         call = call._replace(variant=build_variant(q, k, **variant_arguments))
-    return prepare(call, key or (None if of_inputs is None else call.key), holder, _check_table)
-
-
-def _check_table(call: AttentionCall, table: BlockMask) -> None:
-    check_mask(table, call.q, call.k)
+    return prepare(call, key or (None if of_inputs is None else call.key), holder, check_mask)
 
 
 def _layouts_if_plain(
@@ -213,13 +209,10 @@ def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: tor
 
 
 @constant_in_graphs
-def _warn_of_later_keys(spec: Pattern | str) -> None:
-    if (within := find_unstated_causal(spec)) is not None:
-        _warn_that_later_keys_decide(within)
-
-
 @cached_until_cleared(256)
-def _warn_that_later_keys_decide(within: str) -> None:
+def _warn_of_later_keys(spec: Pattern | str) -> None:
+    if (within := find_unstated_causal(spec)) is None:
+        return
     warnings.warn(
         f"no query sees a later key under {short_text(within)}, but later keys change what the choosers beside it keep, so "
         f"training sees the future; write causal & {short_text(within)} & (...) (said once of each mask)",

@@ -95,7 +95,7 @@ def prepare(
     call: AttentionCall,
     key: Hashable | None,
     holder: BlockMask | None,
-    check: Callable[[AttentionCall, BlockMask], None] | None = None,
+    check: Callable[[BlockMask, torch.Tensor, torch.Tensor], None] | None = None,
 ) -> AttentionCall:
     """Chooses the back end that runs a call: the named one, or for "auto" the fastest that supports it. Raises ValueError if there
     is none. If the operator chooses, the call stays as it is: a choice that depends on a length would make torch.compile recompile.
@@ -111,7 +111,7 @@ def prepare(
         if found is not None:
             return call._replace(backend=found.backend, launches=found.launches)
     if check is not None and holder is not None:
-        check(call, holder)
+        check(holder, call.q, call.k)
     backend = call.backend
     if not (isinstance(call.table, str) or torch.compiler.is_compiling()):
         block_size = None if call.table is None else call.table.block_size
@@ -125,9 +125,9 @@ def prepare(
 
 
 def repeat(call: AttentionCall, key: Hashable, holder: BlockMask | None, of_variant: dict[str, Any]) -> AttentionCall | None:
-    """The call as ``prepare`` returned it for an earlier call with the same key; None for the first call. call: without its
-    variant.
-    of_variant: the variant's arguments, which the earlier call has checked."""
+    """The call as ``prepare`` returned it for an earlier call with the same key; None for the first call.
+
+    call: without its variant. of_variant: the variant's arguments, which the earlier call has checked."""
     found = prepared_under(holder).get(_complete_key(call, key))
     if found is None:
         return None

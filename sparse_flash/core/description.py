@@ -8,7 +8,7 @@ import torch
 
 from .caches import E4M3
 from .eight_bits import EIGHT_BITS
-from .variant import LEARNED, ScoreFunction, Variant
+from .variant import ScoreFunction, Variant
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,6 @@ class Call:
             softcap=0.0 if variant is None else variant.softcap,
             e4m3=k.dtype == E4M3,
         )
-
-
-def feature_refusal(call: Call, carried: tuple[str, ...]) -> str | None:
-    """The refusal of a back end that supports only these features."""
-    features = [name for name in call.features if name not in (*carried, LEARNED)]
-    return f"it does not support {' and '.join(features)}" if features else None
 
 
 def eight_bits_refusal(call: Call) -> str | None:

@@ -10,16 +10,15 @@ import torch
 from ..compat.constants import constant_in_graphs
 from ..kernels.common.layout import is_addressable
 from . import triton as triton_backend
-from .description import Call, eight_bits_refusal, feature_refusal
+from .description import Call, eight_bits_refusal
 from .eight_bits import EIGHT_BITS
-from .variant import LEARNED, LENGTHS, ScoreFunction
+from .variant import LEARNED, ScoreFunction
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 257)  # of q and k, and of v
 WIDE_HEAD_DIMS, NARROWER_HEAD_DIMS = range(129, 257), range(65, 129)  # of q and k, and of v, with a backward kernel
 MAX_HEAD_DIM_OF_EIGHT_BITS = 128
 BLOCK_SIZES = (None, 64, 128, 256)
-FEATURES = ("dropout_p", *LENGTHS, "alibi_slopes", "softcap", "rel_bias", "score_mod")
 # A score's error is up to about the cap times 2^-22 (``kernels/hopper/scores``). At this cap it is 2^-14, an eighth of the error
 # from rounding a weight to float16.
 MAX_SOFTCAP = 256
@@ -92,8 +91,7 @@ def shape_refusal(head_dim: int, v_head_dim: int, block_size: int | None) -> str
 
 def supports(call: Call) -> str | None:
     eight = EIGHT_BITS in call.features
-    reason = eight_bits_refusal(call) if eight else feature_refusal(call, FEATURES) or _term_refusal(call)
-    reason = reason or why_unavailable()
+    reason = (eight_bits_refusal(call) if eight else _term_refusal(call)) or why_unavailable()
     if reason:
         return reason
     if call.device.type != "cuda" or not _is_hopper(call.device):
