@@ -14,7 +14,6 @@ from ..decoding.arguments import (
     check_cache_lengths,
     check_cache_scales,
     check_decoding_tensors,
-    check_no_gradient,
 )
 from ..decoding.masks import resolve_mask
 from ..kernels.common.layout import layouts
@@ -89,7 +88,11 @@ def attention_decode(
         check_decoding_tensors(q, k, v, block_table)
         if not compiling:
             remember_fitting(key)
-    check_no_gradient(q, k, v)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(
+            "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
+            "torch.no_grad()"
+        )
     kv_lens, kv_starts, block_table = check_cache_lengths(q, k.shape[2], kv_lens, kv_starts, block_table)
     k_scale, v_scale = check_cache_scales(q, k, k_scale, v_scale, block_table)
     scale = resolve_scale(scale, q.shape[3])

@@ -88,7 +88,3 @@ def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | 
 
 def _refusal(name: str, call: Call) -> str | None:
     return get_backend(name).supports(call)
-
-
-# Last, as back ends import names from here. Not on demand, as torch.compile cannot trace an import. Back ends import triton when
-# they run.

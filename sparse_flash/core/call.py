@@ -71,8 +71,8 @@ class AttentionCall(NamedTuple):
 
     @property
     def rest(self) -> Variant | None:
-        """The variant without its sinks, which are added last."""
-        return None if self.variant is None else self.variant.without_sinks
+        """The variant without sinks, which are added last: None if it has nothing else."""
+        return None if self.variant is None or self.variant.only_sinks else self.variant
 
 
 class _Prepared(NamedTuple):

@@ -96,9 +96,7 @@ def find_existing_tokens(
     starts: torch.Tensor | None, lens: torch.Tensor | None, batch: torch.Tensor, token: torch.Tensor
 ) -> torch.Tensor | None:
     """Which tokens exist, in the broadcast shape of batch and token; None: all."""
-    exist = None
-    if lens is not None:
-        exist = token < lens[batch]
+    exist = None if lens is None else token < lens[batch]
     if starts is not None:
         begun = token >= starts[batch]
         exist = begun if exist is None else exist & begun
@@ -178,10 +176,7 @@ def philox_2x32(counter: tuple[torch.Tensor, ...], key: torch.Tensor) -> tuple[t
 def with_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, variant: Variant | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) with one more logit per head, sinks, (heads,), in each query's softmax. Differentiable in out, lse and sinks.
-
-    A query that keeps nothing has out 0 and its sink as lse; a nonexistent query keeps lse -inf.
-    """
+    """(out, lse) with one more logit per head, sinks, (heads,), in each query's softmax; a nonexistent query keeps lse -inf."""
     total, exist = join_sinks(lse, sinks, variant)
     share = torch.sigmoid(lse - sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None])
     out = (out * share[..., None]).to(out.dtype)

@@ -11,7 +11,6 @@ import torch
 
 from ..kernels.common.eight_bits import E4M3_MAX, MIN_AMAX, QUERIES, TOP_EXPONENT, columns_of_eight_bits
 
-PRECISIONS = ("fp8",)
 EIGHT_BITS = "precision='fp8'"  # among the features of a call
 
 

@@ -255,7 +255,7 @@ def _restore_call(
     """The call from an operator's arguments, in both passes."""
     variant = Variant.unpacked(*packed)
     mask = None
-    if _has_chosen_bits(tables):
+    if len(tables) == 1 and tables[0].dtype == torch.int32:  # bits; a list of q is floating-point
         mask = build_chosen_mask(q, k, ChosenBlocks(tables[0], block_size, pattern))
     elif pattern:
         table = compile_cached(pattern, q.shape[2], k.shape[2], block_size, q.device)
@@ -266,11 +266,6 @@ def _restore_call(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     call = AttentionCall(q, k, v, mask, mask, scale, deterministic, backend, variant, precision)
     return prepare(call, call.key if is_plain_eager(*call.inputs()) else None, mask)
-
-
-def _has_chosen_bits(tables: list[torch.Tensor]) -> bool:
-    """Whether the tensors of a mask are the bits of ``ChosenBlocks``."""
-    return len(tables) == 1 and tables[0].dtype == torch.int32  # a list of q is floating-point
 
 
 def build_chosen_mask(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) -> BlockMask:

@@ -281,9 +281,7 @@ class _ScoreRule:
 
     def mask_scores(self, scores, pairs: Pairs | None) -> None:
         """Sets the scores of nonexistent tokens to -inf."""
-        if pairs is None:
-            return
-        exist = existing_pairs(self.variant, pairs)
+        exist = None if pairs is None else existing_pairs(self.variant, pairs)
         if exist is not None:
             self.view(scores, pairs).masked_fill_(~exist, float("-inf"))
 
@@ -294,8 +292,7 @@ class _ScoreRule:
 
 
 def _forward(q, k, v, loop, rule):
-    """One part: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim) -> out (units, q_blocks, rows, v's
-    head_dim), lse (units, q_blocks, rows, 1)."""
+    """One part: q (units, q_blocks, rows, head_dim), k, v (units, kv_blocks, block, head_dim) -> out and lse, packed like q."""
     out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full((*q.shape[:3], 1), float("-inf"))
     lowest = torch.finfo(q.dtype).min
     for units, rows, pieces in loop.chunks(*q.shape[::2], q.device):
@@ -412,8 +409,7 @@ def _add_product(blocks, index, left, right, alpha, deterministic):
 
 @contextmanager
 def repeatable(target, deterministic):
-    """If deterministic, makes index_add_ to ``target`` on a GPU add in a fixed order. Use it only around that call, as the flag is
-    strict with cuBLAS."""
+    """If deterministic, makes index_add_ to ``target`` on a GPU add in a fixed order. Only around it: cuBLAS refuses the flag."""
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if deterministic and target.is_cuda:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -541,8 +537,7 @@ class _Tiles:
         self.decoded = self.decode(torch.arange(-1, count, device=self.device)) if count * self.block**2 <= _TILE_PAIRS else None
 
     def bounds(self, numbers: np.ndarray) -> torch.Tensor:
-        """(n, block, block): +inf where these tiles keep a pair, -inf elsewhere. torch.minimum with it masks scores, in a fifth of
-        the time of masked_fill_ on a CPU."""
+        """(n, block, block): +inf for kept pairs, else -inf. torch.minimum takes a fifth of the time of masked_fill_ on a CPU."""
         if self.decoded is None:
             return self.decode(torch.tensor(numbers, device=self.device))
         if (numbers == numbers[0]).all():
@@ -575,11 +570,7 @@ class _Loop:
         self.buffers: dict[int, torch.Tensor] = {}
 
     def chunks(self, units: int, stacked: int, device):
-        """Yields (slice of units, index of query blocks, [pieces]). A piece has at most ``size`` scores, or a single block of one
-        unit.
-
-        units: the number of (batch, key head) pairs. stacked: query rows in a packed query block.
-        """
+        """Yields (slice of units, index of query blocks, [pieces]). A piece has at most ``size`` scores, or one block of a unit."""
         for rows, cols, tiles in self.groups:
             entry = stacked * self.block
             width = min(cols.shape[1], max(1, self.size // entry))

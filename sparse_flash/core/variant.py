@@ -126,6 +126,10 @@ class Variant(NamedTuple):
     def without_tensors(self) -> Variant:
         return Variant._make([*[None] * len(_TENSORS), (), *self[len(_TENSORS) + 1 :]])
 
+    @property
+    def only_sinks(self) -> bool:
+        return self.softcap == 0 and self.score_mod is None and all(t is None for t in self[: len(_TENSORS) - 1])
+
     def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
         """The operator's arguments: ``tensors()``, their names, dropout_p, softcap."""
         names = [*self.names(), *[LEARNED] * self.learned, *[_LEARNED_SINKS] * self.learned_sinks]
@@ -155,12 +159,6 @@ class Variant(NamedTuple):
         """The gradient of each of ``tensors()``, or None. of_learned: the gradients of rel_bias and sinks, if they need one."""
         learned = [self.rel_bias] * self.learned + [self.sinks] * self.learned_sinks
         return [next((grad for one, grad in zip(learned, of_learned) if one is t), None) for t in self.tensors()]
-
-    @property
-    def without_sinks(self) -> Variant | None:
-        """None if the variant has only sinks, else the variant; ignore its sinks."""
-        alone = self.softcap == 0 and self.score_mod is None and not any(t is not None for t in self[: len(_TENSORS) - 1])
-        return None if alone else self
 
 
 NO_VARIANT: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``

@@ -49,15 +49,6 @@ def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
         )
 
 
-def check_no_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raises ValueError if a gradient would be needed."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError(
-            "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
-            "torch.no_grad()"
-        )
-
-
 def check_cache_scales(
     q: torch.Tensor, k: torch.Tensor, k_scale: object, v_scale: object, block_table: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:

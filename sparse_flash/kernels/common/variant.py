@@ -29,9 +29,6 @@ class KernelVariant(NamedTuple):
     params: Any = None
     sinks: Any = None
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [] if self is NO_VARIANT else [t for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
-
 
 NO_VARIANT = KernelVariant()
 # SCORED: whether scores are more than scaled products. REACH: the largest distance of rel_bias. SCORE, DERIVATIVE: the user's score

@@ -27,20 +27,14 @@ def first_call(what: str, key: tuple) -> Iterator[None]:
     if sys.stderr.isatty():
         timer.start()
     try:
-        with _lock_across_processes(hashlib.sha256(repr(key).encode()).hexdigest()[:32]):
+        with ExitStack() as locked:
+            with suppress(ImportError, OSError):  # ImportError on Windows; without locks, each process compiles by itself
+                import fcntl
+
+                os.makedirs(knobs.cache.dir, exist_ok=True)
+                name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+                file = locked.enter_context(open(os.path.join(knobs.cache.dir, f"sparse_flash-{name}.lock"), "w"))
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, which also happens when the process ends
             yield
     finally:
         timer.cancel()
-
-
-@contextmanager
-def _lock_across_processes(name: str) -> Iterator[None]:
-    """Locks a file in Triton's cache. If files cannot be locked, each process compiles by itself."""
-    with ExitStack() as locked:
-        with suppress(ImportError, OSError):  # ImportError on Windows
-            import fcntl
-
-            os.makedirs(knobs.cache.dir, exist_ok=True)
-            file = locked.enter_context(open(os.path.join(knobs.cache.dir, f"sparse_flash-{name}.lock"), "w"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, which also happens when the process ends
-        yield

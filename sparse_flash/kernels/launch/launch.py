@@ -81,11 +81,6 @@ def loop_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: t
     return (TableTensors(*tensors), batch_stride, head_stride, heads, heads // kv_heads, q_len, kv_len, rows)
 
 
-def length_key(q_len: int) -> tuple[bool, bool]:
-    """The key by which the portable kernels are specialized on q_len: see NOT_SPECIALIZED."""
-    return q_len % 16 == 0, q_len == 1
-
-
 def program_count(table, length: int, tile: int, block_size: int | None) -> int:
     """The number of programs along a table's rows, or along ``length`` tokens if table is None."""
     return triton.cdiv(length, tile) if table is None else table.row_order.shape[1] * (block_size // tile)

@@ -77,27 +77,21 @@ def parameter_sizes(ptx: str) -> list[int]:
 
 
 def parameter_types(of_arguments: dict, sizes: list[int]) -> list[str] | None:
-    """The type of each parameter: Triton's names, and "map" for a tensor map; None if the sizes do not match.
-
-    of_arguments: the signature that the kernel was compiled for.
-    """
-    plain = [kind for kind in _flat_types(tuple(of_arguments.values())) if kind != "constexpr"]
-    types = [part for kind in plain for part in _parts(kind)]
-    types += _SCRATCH
+    """The type of each parameter: Triton's names, and "map" for a tensor map; None if the sizes do not match the signature."""
+    types = [*_types(of_arguments.values()), *_SCRATCH]
     return types if [_size(kind) for kind in types] == sizes else None
 
 
-def _flat_types(of_arguments) -> Iterator[str]:
+def _types(of_arguments) -> Iterator[str]:
+    """Yields the types of parameters. On chips that address tiles in hardware, a descriptor becomes a map, shape and strides."""
     for kind in of_arguments:
-        yield from _flat_types(kind) if isinstance(kind, tuple) else (kind,)
-
-
-def _parts(kind: str) -> list[str]:
-    """The parameters of one argument. On chips that address tiles in hardware, a descriptor becomes a map, shape and strides."""
-    if not kind.startswith("tensordesc"):
-        return [kind]
-    rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
-    return ["map", *["i32"] * rank, *["i64"] * rank]
+        if isinstance(kind, tuple):
+            yield from _types(kind)
+        elif kind.startswith("tensordesc"):
+            rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
+            yield from ("map", *["i32"] * rank, *["i64"] * rank)
+        elif kind != "constexpr":
+            yield kind
 
 
 def _size(kind: str) -> int:
