@@ -133,8 +133,7 @@ def build_call(
 def _layouts_if_plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant_arguments: dict[str, Any]
 ) -> tuple[object, ...] | None:
-    """``layouts`` of q, k and v; None if a compiler, a mode or a transform has to see the operator, and for other than plain
-    tensors."""
+    """``layouts`` of q, k and v; None if a compiler, a mode or a transform has to see the operator, or if one is not plain."""
     more = [value for value in variant_arguments.values() if isinstance(value, torch.Tensor)]
     params = variant_arguments.get("score_params")
     if isinstance(params, tuple):
@@ -196,14 +195,12 @@ def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: tor
         raise ValueError(
             f"precision={precision!r} does not take a BlockSelection as mask; pass a BlockMask, or leave precision out"
         )
-    trained = [
-        name for name, t in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if isinstance(t, torch.Tensor) and t.requires_grad
-    ]
-    if trained and torch.is_grad_enabled():
-        raise ValueError(
-            f"precision={precision!r} gives no gradients, and {trained[0]} requires one; leave precision out, or call it under "
-            "torch.no_grad()"
-        )
+    for name, t in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if isinstance(t, torch.Tensor) and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"precision={precision!r} gives no gradients, and {name} requires one; leave precision out, or call it under "
+                "torch.no_grad()"
+            )
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"with precision={precision!r}, q, k and v must be float16 or bfloat16; got {q.dtype}; cast them")
 

@@ -18,9 +18,8 @@ from .variant import Variant, refill_variant
 class ChosenBlocks(NamedTuple):
     """A mask of blocks chosen in a compiled graph. The operator makes its table, so one graph serves all lengths.
 
-    bits: (batch * heads * q_blocks * ceil(kv_blocks / 32) + 1,) int32, the kept blocks. The last element is unused: it keeps the
-    size from being 1, which PyTorch specializes, so that a graph serves all lengths.
-    block_size: tokens on a side of a block. within: spec text of the pattern that limits the blocks, or "".
+    bits: (batch * heads * q_blocks * ceil(kv_blocks / 32) + 1,) int32, the kept blocks. The last is unused, as PyTorch would
+    specialize a size of 1. block_size: in tokens. within: spec text of the pattern that limits the blocks, or "".
     """
 
     bits: torch.Tensor
@@ -97,8 +96,8 @@ def prepare(
     holder: BlockMask | None,
     check: Callable[[BlockMask, torch.Tensor, torch.Tensor], None] | None = None,
 ) -> AttentionCall:
-    """Chooses the back end that runs a call: the named one, or for "auto" the fastest that supports it. Raises ValueError if there
-    is none. If the operator chooses, the call stays as it is: a choice that depends on a length would make torch.compile recompile.
+    """Chooses the back end that runs a call: see ``choose_backend``. If the operator chooses, the call stays as it is: a choice
+    that depends on a length would make torch.compile recompile.
 
     key: of the inputs and the variant, to find the choice and the launches of an earlier call; None if a compiler, a mode or a
     transform has to see the operator. holder: the mask that stores them, of which call.table is the form for kernels; None for

@@ -133,9 +133,7 @@ def attention_decode(
 def refuse_transforms(*tensors) -> None:
     """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation. For the first two,
     PyTorch's error suggests no fix; in forward mode, PyTorch silently takes an operator's derivative to be 0."""
-    if torch.compiler.is_compiling():
-        return
-    if in_differentiating_transform() or has_forward_derivative(*tensors):
+    if not torch.compiler.is_compiling() and (in_differentiating_transform() or has_forward_derivative(*tensors)):
         raise _transform_error()
 
 

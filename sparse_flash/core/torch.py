@@ -242,8 +242,7 @@ class _ScoreRule:
         self.kept_share = 1.0 - variant.dropout_p if self.has_dropout else 1.0
 
     def pairs(self, units: slice, rows, cols) -> Pairs | None:
-        """Pairs of shape (units, rows, members, queries, entries, keys), as in ``view``. Padding has the last token's index, so
-        that a user's function reads tables within bounds."""
+        """Pairs, shaped as in ``view``. Padding has the last token's index: a user's function reads tables within bounds."""
         if self.batch_heads is None:
             return None
         block, device = self.part.loop.block, self.batch_heads.device
@@ -421,11 +420,8 @@ def repeatable(target, deterministic):
 
 
 class _Part:
-    """The (batch, key head) units that use one stored mask.
-
-    units: (n,) int64 indices into batch * kv_heads, or a slice of all. members: the slice of query heads within each unit's group.
-    If all heads of a group use one mask, their rows are stacked, and keys are read once for all heads.
-    """
+    """The (batch, key head) units that use one stored mask. units: (n,) int64 indices into batch * kv_heads, or a slice of all.
+    members: the slice of query heads within each unit's group, whose rows are stacked, so that keys are read once for all."""
 
     def __init__(self, loop: _Loop, units, members: slice, kv_heads: int):
         self.loop, self.units, self.members, self.kv_heads = loop, units, members, kv_heads
@@ -611,8 +607,5 @@ class _Loop:
 
 
 def _slice_or_index(blocks: np.ndarray, device) -> slice | torch.Tensor:
-    """A slice if the block numbers are consecutive, otherwise an index tensor."""
-    blocks = blocks.reshape(-1)
-    if (np.diff(blocks) == 1).all():
-        return slice(int(blocks[0]), int(blocks[-1]) + 1)
-    return torch.from_numpy(blocks.astype(np.int64)).to(device)
+    found = aten_cpu.slice_or_array(blocks.reshape(-1))
+    return found if isinstance(found, slice) else torch.from_numpy(found.astype(np.int64)).to(device)

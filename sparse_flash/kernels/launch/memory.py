@@ -42,11 +42,8 @@ def cached_until_cleared(function: Callable[..., RESULT]) -> Callable[..., RESUL
 
 
 def prepared_under(mask) -> dict[Any, Any]:
-    """Returns the dict of what calls under a mask have prepared; mask None: dense attention. ``keep`` adds to it.
-
-    A mask of blocks chosen on the device is used once, and the next one mostly has tables of the same shapes. So such masks share
-    the dict of the mask that the blocks were chosen from.
-    """
+    """Returns the dict of what calls under a mask have prepared; mask None: dense attention. ``keep`` adds to it. A mask of blocks
+    chosen on the device, which is used once, shares the dict of the mask that the blocks were chosen from."""
     if mask is None:
         return _without_mask
     holder = mask.__dict__.get("selected_from", mask)

@@ -152,8 +152,8 @@ def decode_config(
     e4m3: bool = False,
     alike: bool = False,
 ) -> Config:
-    """The config for few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's
-    block. e4m3: of the cache. alike: whether the keys of a step of 128 then share a scale."""
+    """The config for few queries and many keys. rows: of stacked queries. e4m3: of the cache. alike: whether its 128 keys share a
+    scale."""
     dim = padded_head_dim(max(head_dim, v_head_dim or 0))
     config = chip.config("decode", dtype, dim)
     # From 64 rows on, products read shared memory on Hopper. Triton 3.6's assembler gets the second of two products with the same
@@ -169,8 +169,7 @@ def decode_config(
 
 
 def combined_at_a_time(rows: int, dim: int) -> int:
-    """How many splits of this many rows a program holds at once. Their loads overlap, and must fit in registers together with their
-    sum. At most 32, as their code is unrolled: at head_dim 16, 32 compile in 4 s, 128 in 65 s."""
+    """How many splits of this many rows fit in a program's registers. Unrolled: at head_dim 16, 32 compile in 4 s, 128 in 65 s."""
     return max(1, min(32, 4096 // (rows * dim)))
 
 
@@ -181,6 +180,5 @@ ONE_LAUNCH_TOKENS = 128
 
 
 def takes_one_launch(tokens: int, multiprocessors: int) -> bool:
-    """Whether both backward passes share a launch, with the config of dK and dV. tokens: batch * (heads * q_len + kv_heads *
-    kv_len)."""
+    """Whether both backward passes share a launch, with the config of dK and dV. tokens: of queries and keys of all heads."""
     return tokens <= ONE_LAUNCH_TOKENS * multiprocessors
