@@ -370,7 +370,7 @@ TABLES = (
     row("topk_by_query", V, "a selection is causal; within is for every=None", within=None),
     row("topk_by_query", V, "score must be one of 'mean', 'max', 'softmax'; got 'median'; pass scores=", score="median"),
     row("topk_by_query", V, "kv_len follows from k", kv_len=64),
-    row("topk", V, "score, kv_len needs a choice .* pass every=1", score="max", kv_len=3),
+    row("topk", V, "score and kv_len need a choice .* pass every=1", score="max", kv_len=3),
     row("topk_by_query", V, "compression and lse are of compressed keys; pass score='softmax'", compression=(32, 16)),
     row("topk_by_query", V, "64 tokens have 4 compressed keys of 16 tokens, 16 from .*; got k of 64.*pass kv_len= and compr",
         score="softmax", block_size=16),

@@ -117,7 +117,9 @@ def build_call(
     elif spec is not None and chooses:
         mask = table = _choose(spec, q, k, v, scale, variant_arguments)
     elif spec is not None:
-        table = _table_or_text(spec, q.shape[2], k.shape[2], q.device)
+        # If the operator is visible, the spec text. Not through as_block_mask, which torch.compile would trace into its dispatch.
+        text = text_of(spec) if operators.needs_operator() else None
+        table = text or compile_cached(spec, q.shape[2], k.shape[2], operators.DEFAULT_BLOCK_SIZE, q.device)
     holder = table if isinstance(table, BlockMask) else None
     kernel_table = table if holder is None else holder.kernel_table(q.is_cuda)
     call = AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, backend, variant, precision)
@@ -177,15 +179,6 @@ def _choose(
     lengths = build_variant(q, k, **given)
     choose = chosen_in_graph if torch.compiler.is_compiling() else chosen_mask
     return choose(spec, q, k, scale, None, lengths)
-
-
-def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
-    """The pattern's table for these lengths; if the operator is visible, the pattern's spec text, if it has one."""
-    if not operators.needs_operator():
-        return compile_cached(pattern, q_len, kv_len, operators.DEFAULT_BLOCK_SIZE, device)
-    # Not through as_block_mask, which torch.compile would trace into its dispatch.
-    text = text_of(pattern)
-    return compile_cached(pattern, q_len, kv_len, operators.DEFAULT_BLOCK_SIZE, device) if text is None else text
 
 
 def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:

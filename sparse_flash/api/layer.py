@@ -258,14 +258,7 @@ class SparseAttention(nn.Module):
             return cast(torch.Tensor, attention_decode(q, keys, values, selection, **scales, backend=self.backend))
         return self._attend(q, k, cache._read_tokens(stop, 1, v.dtype), selection)
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: BlockMask | BlockSelection | Pattern | str | None,
-        **variant: Any,
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **variant: Any) -> torch.Tensor:
         out = attention(q, k, v, mask, **variant, deterministic=self.deterministic, backend=self.backend)
         return cast(torch.Tensor, out)
 

@@ -74,8 +74,7 @@ def looks_transposed(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})") -> None:
-    """Raises ValueError if back ends do not support a dtype, or if dtypes or devices differ. cast: the fix to suggest, formatted
-    with q's dtype and the differing dtype."""
+    """Raises ValueError for unsupported or differing dtypes or devices. cast: the fix, formatted with q's and the other dtype."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, tensor)
         if tensor.dtype != q.dtype:

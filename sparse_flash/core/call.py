@@ -124,9 +124,8 @@ def prepare(
 
 
 def repeat(call: AttentionCall, key: Hashable, holder: BlockMask | None, of_variant: dict[str, Any]) -> AttentionCall | None:
-    """The call as ``prepare`` returned it for an earlier call with the same key; None for the first call.
-
-    call: without its variant. of_variant: the variant's arguments, which the earlier call has checked."""
+    """The call as ``prepare`` returned it for an earlier call with the same key, or None. call: without its variant, of which
+    of_variant are the arguments."""
     found = prepared_under(holder).get(_complete_key(call, key))
     if found is None:
         return None

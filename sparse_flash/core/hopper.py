@@ -74,8 +74,7 @@ def _term_refusal(call: Call) -> str | None:
 
 
 def has_backward(head_dim: int, v_head_dim: int) -> bool:
-    """Whether there is a Hopper backward kernel for head dimensions that have a forward kernel. Other gradients come from the
-    portable kernels, with the same lse and dropped pairs."""
+    """Whether Hopper's backward kernels take head dimensions that forward kernels take; if not, the portable kernels run."""
     return head_dim == v_head_dim or (head_dim in WIDE_HEAD_DIMS and v_head_dim in NARROWER_HEAD_DIMS)
 
 
@@ -100,8 +99,7 @@ def supports(call: Call) -> str | None:
         return f"it runs float16 and bfloat16; got {call.dtype}"
     if reason := shape_refusal(call.head_dim, call.v_head_dim, call.block_size):
         return reason
-    if eight and max(call.head_dim, call.v_head_dim) > MAX_HEAD_DIM_OF_EIGHT_BITS:
-        widest = max(call.head_dim, call.v_head_dim)
+    if eight and (widest := max(call.head_dim, call.v_head_dim)) > MAX_HEAD_DIM_OF_EIGHT_BITS:
         return f"in {EIGHT_BITS} it runs head_dim up to {MAX_HEAD_DIM_OF_EIGHT_BITS}; got {widest}"
     if call.block_size == 64 and "dropout_p" in call.features and call.head_dim > 64:
         return f"with dropout it runs masks of block_size 64 up to head_dim 64; got {call.head_dim}; block_size=128 runs"

@@ -157,8 +157,7 @@ def needs_operator() -> bool:
 
 
 class _DirectAttention(torch.autograd.Function):
-    """The operator's autograd without dispatch, which takes the host longer than the GPU takes for a short call. Views that
-    autograd sees take as long, so the views of packed documents are made here."""
+    """The operator's autograd without dispatch, which takes the host long; views, made here for packed documents, do too."""
 
     @staticmethod
     def forward(ctx, q, k, v, call, of_documents, *more):

@@ -280,8 +280,7 @@ class _ScoreRule:
 
     def mask_scores(self, scores, pairs: Pairs | None) -> None:
         """Sets the scores of nonexistent tokens to -inf."""
-        exist = None if pairs is None else existing_pairs(self.variant, pairs)
-        if exist is not None:
+        if pairs is not None and (exist := existing_pairs(self.variant, pairs)) is not None:
             self.view(scores, pairs).masked_fill_(~exist, float("-inf"))
 
     def apply_dropout(self, weights, pairs: Pairs | None) -> None:

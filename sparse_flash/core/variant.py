@@ -97,7 +97,7 @@ class Variant(NamedTuple):
     learned_sinks: bool = False
 
     def names(self) -> list[str]:
-        """Names the tensors present, without score_params, in the order in which they enter an operator."""
+        """Names the tensors present, except score_params, in the order in which they enter an operator."""
         return [name for name in _TENSORS if getattr(self, name) is not None]
 
     @property
@@ -176,10 +176,9 @@ def build_variant(
     score_params: tuple[torch.Tensor, ...] = (),
     **tensors: torch.Tensor | None,
 ) -> Variant | None:
-    """Checks arguments and returns the variant; None for plain attention. tensors: the other tensors that ``attention`` takes.
+    """Checks arguments and returns the variant; None for plain attention. Draws the dropout seed without synchronizing.
 
-    Raises ValueError or TypeError. Draws the dropout seed from PyTorch's generator, on q's device, without synchronizing.
-    """
+    tensors: the other tensors that ``attention`` takes."""
     given = {name: value for name, value in tensors.items() if value is not None}
     for name, value in given.items():
         check, _ = _TENSOR_ARGUMENTS[name]
@@ -204,8 +203,8 @@ def build_variant(
 
 
 def describe_variant(arguments: dict[str, Any]) -> Hashable | None:
-    """Everything that the checks of ``build_variant`` depend on; equal descriptions need no second check. None for arguments that
-    must be checked each time: the values of lengths on a CPU, and the tensors that a score_mod reads."""
+    """Everything that the checks of ``build_variant`` depend on. None for arguments that must be checked each time: the values of
+    lengths on a CPU, and the tensors that a score_mod reads."""
     description: list[Hashable] = []
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and not (name in LENGTHS and value.device.type == "cpu"):
@@ -271,9 +270,7 @@ def _check_score_mod(score_mod: ScoreFunction) -> None:
         )
 
 
-def _check_score_params(
-    params: tuple[torch.Tensor, ...], score_mod: ScoreFunction | None, q: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _check_score_params(params: Any, score_mod: ScoreFunction | None, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not isinstance(params, (tuple, list)):
         raise TypeError(f"score_params must be a tuple of tensors; got {type(params).__name__}; write (tensor,) for one")
     if params and score_mod is None:
@@ -324,8 +321,8 @@ def check_lengths(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) 
 
 
 def int32_lengths(name: str, lengths: torch.Tensor, most: int | None = None) -> torch.Tensor:
-    """Converts int32 or int64 lengths to int32. Values beyond int32's range are clamped to its ends, past all tokens. Does not
-    synchronize. On a CPU, raises ValueError for lengths below 0, or with ``most`` for starts above it."""
+    """Converts int32 or int64 lengths to int32, clamped to its range. On a CPU, raises ValueError for lengths below 0, or with
+    ``most`` for starts above it."""
     if lengths.device.type == "cpu" and is_plain_eager(lengths):
         wrong = lengths[lengths < 0 if most is None else lengths > most].tolist()
         if wrong:
@@ -355,8 +352,7 @@ _TENSOR_ARGUMENTS: dict[str, tuple[Callable[..., object], Callable[..., torch.Te
 
 
 def check_same_device(name: str, value: torch.Tensor, q: torch.Tensor, constant: str | None = None) -> None:
-    """Raises TypeError or ValueError unless value is a tensor on q's device. constant: for tensors that get no gradient, the fix to
-    suggest if value requires one."""
+    """Raises unless value is a tensor on q's device. constant: of tensors without gradient, the fix if value requires one."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor on q's device; got {type(value).__name__}")
     if value.device != q.device:

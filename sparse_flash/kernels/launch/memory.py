@@ -69,8 +69,7 @@ def zeros_of_stream(use: str, count: int, device: torch.device, stream: int) -> 
 
 
 def zeros_of_a_graph(count: int, device: torch.device) -> torch.Tensor:
-    """(count,) int32 zeros for a launch being captured, whose replays may overlap with anything. While the reserve lasts, they were
-    zeroed before the capture, so replays need not do it."""
+    """(count,) int32 zeros for a launch being captured, whose replays may overlap; while the reserve lasts, zeroed before."""
     taken = _taken_by_graphs.get(device, 0)
     if device not in _zeros_of_graphs or taken + count > _MOST_OF_GRAPHS:
         return torch.zeros(count, dtype=torch.int32, device=device)

@@ -25,9 +25,8 @@ from .memory import keep
 
 
 def keep_for_replay(launches: dict, key: Any, inputs: tuple, recording, has_mask: bool) -> None:
-    """Stores the launches of a ``Recording`` if they can be replayed. Does so at the second call, as many masks are used only once.
-    has_mask: whether the next call has the same mask. Otherwise every tensor must be an input or the recording's, as a replay does
-    not make others again."""
+    """Stores the launches of a ``Recording`` at the second call, as many masks are used once. has_mask: whether the next call has
+    the same mask. Otherwise every tensor must be an input or the recording's, as a replay makes no others again."""
     if key not in launches:
         keep(launches, key, None)
         return
@@ -52,10 +51,9 @@ def _warn_once(reason: str) -> None:
 def refusal(compiled: CompiledKernel) -> str | None:
     """Why this kernel's launches cannot be replayed below Triton's launcher, or None."""
     meta = compiled.metadata
-    if meta.num_ctas != 1 or meta.launch_cooperative_grid or meta.launch_pdl:
-        return "the kernel asks for clusters, a cooperative grid or a programmatic launch"
-    if meta.global_scratch_size or meta.profile_scratch_size:
-        return "the kernel asks for scratch memory"
+    scratch = meta.global_scratch_size or meta.profile_scratch_size
+    if meta.num_ctas != 1 or meta.launch_cooperative_grid or meta.launch_pdl or scratch:
+        return "the kernel asks for clusters, a cooperative grid, a programmatic launch or scratch memory"
     sizes = parameter_sizes(compiled.asm["ptx"])
     if parameter_types(compiled.src.signature, sizes) is None:
         return f"Triton {triton.__version__} compiles kernels with other parameters than the releases that this was tested with"
@@ -137,9 +135,8 @@ class _Launch(NamedTuple):
 
 
 class ReplayedCall:
-    """The launches of one call, which ``again`` replays on other tensors. Threads may share it. It stores addresses instead of
-    tensors, as it outlives the recorded call. launches, made, makers: see ``Recording``.
-    """
+    """The launches of one call, which ``again`` replays on other tensors. Threads may share it. It stores addresses, as it outlives
+    the recorded call. launches, made, makers: see ``Recording``."""
 
     def __init__(self, launches: list, inputs: tuple, made: list, makers: list):
         self.makers = makers
@@ -284,8 +281,7 @@ def _driver_version() -> int:
 
 
 def ensure_context(device: int | None) -> None:
-    """Sets PyTorch's context in a thread that has not used the GPU yet, such as autograd's: Triton encodes tensor maps before it
-    sets a context. device: the GPU's index; None for a CPU, which has no context."""
+    """Sets PyTorch's context in a thread that has not used this GPU yet, such as autograd's: Triton encodes tensor maps before."""
     if device is None or hasattr(_this_thread, "entered") or not _driver():
         return
     context = ctypes.c_void_p()
