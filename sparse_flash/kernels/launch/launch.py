@@ -25,7 +25,7 @@ NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_ba
 
 @cache
 def can_address_tiles(device: torch.device) -> bool:
-    """Whether the chip can address tiles in hardware, and Triton uses it well: on 12.0, Triton 3.9 does not prefetch such tiles, and
+    """Whether the chip can address tiles in hardware, and Triton uses it well: on 12.0, Triton 3.9 does not prefetch these, and
     the backward kernels at head_dim 128 spill 800 to 1,100 bytes, with pointers 0 to 100. Its interpreter can."""
     if device.type != "cuda":
         return True
