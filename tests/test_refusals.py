@@ -353,7 +353,7 @@ TABLES = (
         ("softcap", 2.0), ("dropout_p", 0.5), ("alibi_slopes", ones(2)), ("kv_lens", ints(30)), ("rel_bias", ones(2, 9)))),
     *(row("fp8", V, f"backend '{name}' cannot run this call: .*precision='fp8'", backend=name) for name in ("torch", "triton")),
     row("fp8_reference", V, "gives no gradients, and k requires one", k=learned(zeros(1, 2, 64, 64).half())),
-    row("attention", V, "precision must be None or one of 'fp8'; got 'fp4'", precision="fp4"),
+    row("attention", V, "precision must be None or 'fp8'; got 'fp4'", precision="fp4"),
     row("attention", V, r"must be float16 or bfloat16; got torch\.float32", precision="fp8"),
     row("selection", V, "does not take a BlockSelection", precision="fp8"),
     # Blocks with the largest means.
