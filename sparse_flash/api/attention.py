@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ..core import operators
-from ..core.call import AttentionCall
 from ..core.definition import with_sinks
 from ..core.variant import ScoreFunction
 from ..masks.block_mask import BlockMask
@@ -119,21 +118,15 @@ def attention(
         variant_arguments["score_params"] = score_params
     call = build_call(q, k, v, mask, scale, deterministic, backend, precision, variant_arguments)
     observe(call.mask, q, k)
-    if isinstance(call.mask, BlockSelection):
-        return _attend_to_selection(call, call.mask, return_lse, return_block_lse)
-    if return_block_lse:
-        raise ValueError(f"return_block_lse needs a BlockSelection as mask; got {type(mask).__name__}; leave it out")
-    results = operators.attend(call)
-    return results if return_lse else results[0]
-
-
-def _attend_to_selection(
-    call: AttentionCall, selection: BlockSelection, return_lse: bool, return_block_lse: bool
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    out, lse = attend_to_picks(call.q, call.k, call.v, selection, call.scale, call.backend)
+    if not isinstance(call.mask, BlockSelection):
+        if return_block_lse:
+            raise ValueError(f"return_block_lse needs a BlockSelection as mask; got {type(mask).__name__}; leave it out")
+        results = operators.attend(call)
+        return results if return_lse else results[0]
+    out, lse = attend_to_picks(call.q, call.k, call.v, call.mask, call.scale, call.backend)
     if call.variant is not None and call.variant.sinks is not None:
         out, lse = with_sinks(out, lse, call.variant.sinks, None)
-    results = [out, lse] if return_lse else [out]
+    found = [out, lse] if return_lse else [out]
     if return_block_lse:
-        results.append(block_lse(call.q, call.k, selection, call.scale, call.backend))
-    return tuple(results) if len(results) > 1 else out
+        found.append(block_lse(call.q, call.k, call.mask, call.scale, call.backend))
+    return tuple(found) if len(found) > 1 else out

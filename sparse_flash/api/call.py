@@ -117,7 +117,9 @@ def build_call(
     elif spec is not None and chooses:
         mask = table = _choose(spec, q, k, v, scale, variant_arguments)
     elif spec is not None:
-        table = _table_or_text(spec, q.shape[2], k.shape[2], q.device)
+        # If the operator is visible, the spec text. Not through as_block_mask, which torch.compile would trace into its dispatch.
+        text = text_of(spec) if operators.needs_operator() else None
+        table = text or compile_cached(spec, q.shape[2], k.shape[2], operators.DEFAULT_BLOCK_SIZE, q.device)
     holder = table if isinstance(table, BlockMask) else None
     kernel_table = table if holder is None else holder.kernel_table(q.is_cuda)
     call = AttentionCall(q, k, v, mask, kernel_table, scale, deterministic, backend, variant, precision)
@@ -127,18 +129,13 @@ def build_call(
         return earlier
     if variant_arguments and not chooses:
         call = call._replace(variant=build_variant(q, k, **variant_arguments))
-    return prepare(call, key or (None if of_inputs is None else call.key), holder, _check_table)
-
-
-def _check_table(call: AttentionCall, table: BlockMask) -> None:
-    check_mask(table, call.q, call.k)
+    return prepare(call, key or (None if of_inputs is None else call.key), holder, check_mask)
 
 
 def _layouts_if_plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant_arguments: dict[str, Any]
 ) -> tuple[object, ...] | None:
-    """``layouts`` of q, k and v; None if a compiler, a mode or a transform has to see the operator, and for other than plain
-    tensors."""
+    """``layouts`` of q, k and v; None if a compiler, a mode or a transform has to see the operator, or if one is not plain."""
     more = [value for value in variant_arguments.values() if isinstance(value, torch.Tensor)]
     params = variant_arguments.get("score_params")
     if isinstance(params, tuple):
@@ -184,15 +181,6 @@ def _choose(
     return choose(spec, q, k, scale, None, lengths)
 
 
-def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
-    """The pattern's table for these lengths; if the operator is visible, the pattern's spec text, if it has one."""
-    if not operators.needs_operator():
-        return compile_cached(pattern, q_len, kv_len, operators.DEFAULT_BLOCK_SIZE, device)
-    # Not through as_block_mask, which torch.compile would trace into its dispatch.
-    text = text_of(pattern)
-    return compile_cached(pattern, q_len, kv_len, operators.DEFAULT_BLOCK_SIZE, device) if text is None else text
-
-
 def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:
     """Raises ValueError for an unknown precision, or one that does not apply to these arguments."""
     check_precision(precision)
@@ -200,26 +188,21 @@ def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: tor
         raise ValueError(
             f"precision={precision!r} does not take a BlockSelection as mask; pass a BlockMask, or leave precision out"
         )
-    trained = [
-        name for name, t in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if isinstance(t, torch.Tensor) and t.requires_grad
-    ]
-    if trained and torch.is_grad_enabled():
-        raise ValueError(
-            f"precision={precision!r} gives no gradients, and {trained[0]} requires one; leave precision out, or call it under "
-            "torch.no_grad()"
-        )
+    for name, t in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if isinstance(t, torch.Tensor) and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"precision={precision!r} gives no gradients, and {name} requires one; leave precision out, or call it under "
+                "torch.no_grad()"
+            )
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"with precision={precision!r}, q, k and v must be float16 or bfloat16; got {q.dtype}; cast them")
 
 
 @constant_in_graphs
-def _warn_of_later_keys(spec: Pattern | str) -> None:
-    if (within := find_unstated_causal(spec)) is not None:
-        _warn_that_later_keys_decide(within)
-
-
 @cached_until_cleared(256)
-def _warn_that_later_keys_decide(within: str) -> None:
+def _warn_of_later_keys(spec: Pattern | str) -> None:
+    if (within := find_unstated_causal(spec)) is None:
+        return
     warnings.warn(
         f"no query sees a later key under {short_text(within)}, but later keys change what the choosers beside it keep, so "
         f"training sees the future; write causal & {short_text(within)} & (...) (said once of each mask)",

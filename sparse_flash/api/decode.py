@@ -13,15 +13,12 @@ from ..core.description import Call
 from ..decoding.arguments import (
     check_cache_lengths,
     check_cache_scales,
-    check_decoding_mask,
     check_decoding_tensors,
-    check_no_gradient,
 )
 from ..decoding.masks import resolve_mask
 from ..kernels.common.layout import layouts
 from ..kernels.launch.memory import keep, prepared_under
-from ..masks.block_mask import BlockMask, convert_foreign_mask
-from ..masks.parsing import text_of
+from ..masks.block_mask import BlockMask
 from ..masks.pattern import Pattern
 from ..selection.block_selection import BlockSelection, check_cached_selection
 from ..selection.decode import decode, supports
@@ -91,14 +88,20 @@ def attention_decode(
         check_decoding_tensors(q, k, v, block_table)
         if not compiling:
             remember_fitting(key)
-    check_no_gradient(q, k, v)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(
+            "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
+            "torch.no_grad()"
+        )
     kv_lens, kv_starts, block_table = check_cache_lengths(q, k.shape[2], kv_lens, kv_starts, block_table)
     k_scale, v_scale = check_cache_scales(q, k, k_scale, v_scale, block_table)
     scale = resolve_scale(scale, q.shape[3])
     capacity = cache_capacity(k, block_table)
     observe(mask, q, k)
     if 0 in q.shape or capacity == 0:
-        _check_empty_call(mask, capacity, q, backend)
+        backends.check_name(backend)
+        if not isinstance(mask, BlockSelection):
+            resolve_mask(mask, max(1, capacity), q, kv_lens, kv_starts)  # which raises for masks that no call takes
         out, lse = operators.make_empty_results(q, k[:0].to(q.dtype), v[:0].to(q.dtype), None)
     elif isinstance(mask, BlockSelection):
         if kv_starts is not None:
@@ -119,14 +122,3 @@ def attention_decode(
         call = q, k, v, mask, kv_lens, block_table, is_causal, scale, name
         out, lse = operators.attention_decode(*call, k_scale, v_scale, kv_starts)
     return (out, lse) if return_lse else out
-
-
-def _check_empty_call(mask: object, capacity: int, q: torch.Tensor, backend: str) -> None:
-    """Raises the errors of other calls for masks of wrong types, invalid text, and unknown back ends."""
-    if isinstance(mask, str):
-        text_of(mask)
-    elif isinstance(mask, BlockMask):
-        check_decoding_mask(mask, capacity, q)
-    elif not (mask is None or isinstance(mask, (BlockSelection, Pattern))):
-        convert_foreign_mask(mask)
-    backends.check_name(backend)

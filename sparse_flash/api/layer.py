@@ -17,7 +17,7 @@ from torch import nn
 from ..core import backends
 from ..core.arguments import resolve_deterministic
 from ..core.results import compute_dtype
-from ..core.variant import check_counts, check_dropout
+from ..core.variant import check_counts, check_dropout, check_number
 from ..decoding.arguments import MAX_QUERIES
 from ..decoding.cache import KeyValueCache
 from ..decoding.masks import can_decode
@@ -103,8 +103,8 @@ class SparseAttention(nn.Module):
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         check_counts(head_dim=head_dim, v_head_dim=v_head_dim)
         if rotary_base is not None:
-            is_number = isinstance(rotary_base, (int, float)) and not isinstance(rotary_base, bool)
-            if head_dim % 2 or not is_number or not 0 < rotary_base < math.inf:
+            check_number("rotary_base", rotary_base)
+            if head_dim % 2 or not 0 < rotary_base < math.inf:
                 raise ValueError(
                     f"rotary positions need an even head_dim and a positive, finite base; got {head_dim} and {rotary_base!r}; "
                     "rotary_base=None turns them off"
@@ -147,8 +147,7 @@ class SparseAttention(nn.Module):
         return "full" if self._mask is None else text_of(self._mask)
 
     def _spec(self, beside: Iterable[torch.Tensor] = ()) -> torch.Tensor | None:
-        """Makes the buffer mask_spec on the device of ``beside`` or the parameters, as loaders of sharded models need one
-        device."""
+        """The buffer mask_spec, on the device of ``beside`` or the parameters: loaders of sharded models need one device."""
         if (text := self._text) is None:
             return None
         device = next((t.device for t in chain(beside, self.parameters())), None)
@@ -225,12 +224,10 @@ class SparseAttention(nn.Module):
             raise ValueError(f"x must be a tensor of shape (batch, tokens, {self.dim}); got {got}")
         if not (cache is None or isinstance(cache, KeyValueCache)):
             raise TypeError(f"cache must be a KeyValueCache; got {type(cache).__name__}; layer.new_cache makes one")
-        if self._plan is not None and cache is not None:
-            raise ValueError("a layer whose mask is a plan takes no cache; set layer.mask to the pattern to decode with it")
+        if self._plan is not None and (dropout_p or cache is not None):
+            raise ValueError("a layer whose mask is a plan takes no dropout and no cache; set layer.mask to the pattern for these")
         if self._plan is not None and x.shape[1] != self._plan.tokens:
             raise ValueError(f"x must hold the {self._plan.tokens} tokens of this rank; got {x.shape[1]}; plan.shard gives them")
-        if dropout_p and self._plan is not None:
-            raise ValueError(f"a layer whose mask is a plan takes no dropout; got dropout_p={dropout_p}; make the layer without it")
         if dropout_p and cache is not None:
             raise ValueError(f"a layer in training mode with dropout_p={dropout_p} takes no cache; call layer.eval() to decode")
 
@@ -261,14 +258,7 @@ class SparseAttention(nn.Module):
             return cast(torch.Tensor, attention_decode(q, keys, values, selection, **scales, backend=self.backend))
         return self._attend(q, k, cache._read_tokens(stop, 1, v.dtype), selection)
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: BlockMask | BlockSelection | Pattern | str | None,
-        **variant: Any,
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **variant: Any) -> torch.Tensor:
         out = attention(q, k, v, mask, **variant, deterministic=self.deterministic, backend=self.backend)
         return cast(torch.Tensor, out)
 

@@ -18,15 +18,4 @@ class SharedSequence(Protocol):
 
     def shard(self, x: torch.Tensor, dim: int, fill: float = 0) -> torch.Tensor: ...
 
-    def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        select: Any = None,
-        scale: float | None = None,
-        sinks: torch.Tensor | None = None,
-        deterministic: bool | None = None,
-        backend: str = "auto",
-    ) -> Any: ...
+    def attention(self, *tensors: Any, **options: Any) -> Any: ...

@@ -110,9 +110,8 @@ def topk_blocks(
         if has_compression and score != COMPRESSED:
             raise ValueError("compression and lse are of compressed keys; pass score='softmax' as well, or leave them out")
         if scores is None and every is None:
-            given = {"score": score != "mean", "kv_len": kv_len is not None}
-            if any(given.values()):
-                raise ValueError(f"{', '.join(name for name in given if given[name])} needs a choice for each query; pass every=1")
+            if score != "mean" or kv_len is not None:
+                raise ValueError("score and kv_len need a choice for each query; pass every=1")
             return mask_by_means(*check_q_and_k(q, k), keep, block_size, within, always, share_group)
     elif has_within or kv_len is not None:
         raise ValueError("within and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")

@@ -13,7 +13,6 @@ from ..compat.names import PACKAGE
 from ..compat.pytorch import is_distributed
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from .caches import E4M3
-from .eight_bits import PRECISIONS
 from .variant import check_number
 
 _MOST_HEADS = 128  # of models
@@ -47,8 +46,7 @@ def check_types(q: object, k: object, v: object) -> None:
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False) -> None:
-    """Raises ValueError if q, k and v do not fit together, and warns if they look transposed. may_be_empty: sizes other than
-    head_dim may be 0."""
+    """Raises ValueError if q, k and v do not fit together, and warns if they look transposed. may_be_empty: except in head_dim."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
@@ -71,14 +69,12 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empt
 
 
 def looks_transposed(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether tokens seem to come before heads: more heads than models have, fewer tokens, and at least as many queries as keys.
-    Decoding steps and windows of images look different."""
+    """Whether tokens seem to come before heads, unlike decoding steps and windows of images: more heads than models have."""
     return min(q.shape[1], k.shape[1]) > _MOST_HEADS >= q.shape[2] and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
 
 
 def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})") -> None:
-    """Raises ValueError if back ends do not support a dtype, or if dtypes or devices differ. cast: the fix to suggest, formatted
-    with q's dtype and the differing dtype."""
+    """Raises ValueError for unsupported or differing dtypes or devices. cast: the fix, formatted with q's and the other dtype."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, tensor)
         if tensor.dtype != q.dtype:
@@ -123,8 +119,7 @@ def check_head_groups(heads: int, kv_heads: int) -> None:
 
 
 def stand_in_for_empty_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the tensors, or if all have a batch of 0, zeros with a batch of 1, so that ``check_tensors`` checks the other
-    sizes."""
+    """Returns the tensors, or if all have a batch of 0, zeros with a batch of 1, whose other sizes can be checked."""
     if any(tensor.shape[:1] != (0,) for tensor in (q, k, v)):
         return q, k, v
     one, other, last = (tensor.new_zeros(1).expand(1, *tensor.shape[1:]) for tensor in (q, k, v))
@@ -145,8 +140,7 @@ def autocast_applies(device: torch.device) -> bool:
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float | None:
-    """Checks and returns the scale. Within torch.compile None stays None, as head_dim may be symbolic. Raises ValueError or
-    TypeError."""
+    """Checks and returns the scale. Within torch.compile None stays None, as head_dim may be symbolic."""
     if scale is None:
         return None if torch.compiler.is_compiling() else head_dim**-0.5
     check_number("scale", scale)
@@ -169,9 +163,9 @@ def resolve_deterministic(deterministic: bool | None) -> bool:
 
 
 def check_precision(precision: object) -> None:
-    """Raises ValueError for a precision that does not exist. None passes."""
-    if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}; got {precision!r}")
+    """Raises ValueError for a precision that does not exist."""
+    if precision not in (None, "fp8"):
+        raise ValueError(f"precision must be None or 'fp8'; got {precision!r}")
 
 
 def check_mask(mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -192,8 +186,7 @@ def check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
 
 
 def callers_level() -> int:
-    """The ``stacklevel`` that makes the caller's warning point at the user's code: outside the package, and outside torch, which
-    calls layers."""
+    """The ``stacklevel`` of the user's code: outside the package, and outside torch, which calls layers."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith((f"{PACKAGE}.", "torch.")):
         level, frame = level + 1, frame.f_back

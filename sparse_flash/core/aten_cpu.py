@@ -26,12 +26,8 @@ _ALIKE = 4  # from so many pieces with equal tiles on, they get a separate call,
 
 
 def forward(q, k, v, scale: float, causal: bool = False, bias=None):
-    """(out, lse): out like q in any memory order, lse (batch, heads, q_len) float32 (float64 for float64).
-
-    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads. causal: query i sees
-    keys 0 .. i. bias: None, or (batch | 1, heads | 1, q_len, kv_len) of q's dtype, added to the scores. If a query's biases are all
-    -inf, its out is 0 and its lse is undefined.
-    """
+    """(out, lse): out like q in any memory order. causal: query i sees keys 0 .. i. bias: None, or (batch | 1, heads | 1, q_len,
+    kv_len) of q's dtype, added to the scores. If a query's biases are all -inf, its out is 0 and its lse is undefined."""
     q, k, v = (_make_rows_contiguous(t) for t in (q, k, v))
     return cpu_attention(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
 
@@ -113,8 +109,7 @@ class _Call(NamedTuple):
         return x.as_strided(sizes, strides, x.storage_offset() + int(self.cols[0, 0]) * x.stride(1))
 
     def add_blocks(self, total, blocks):
-        """Adds (pieces, width * block, units, head_dim) to the columns of total, (kv_blocks, block, units, head_dim), in an order
-        that depends only on the table."""
+        """Adds (pieces, width * block, units, head_dim) to columns of total, in an order that depends only on the table."""
         cols = self.cols.ravel()
         order = np.argsort(cols, kind="stable")
         touched, first = np.unique(cols[order], return_index=True)
@@ -128,8 +123,7 @@ class _Call(NamedTuple):
 
 
 def _find_column_step(cols: np.ndarray) -> int | None:
-    """The constant distance between the columns (pieces, width) of successive pieces, if each piece's columns are consecutive, as
-    in a window; such keys need no copy. Otherwise None."""
+    """The constant distance between the columns of successive pieces, if each piece's are consecutive: such keys need no copy."""
     if (np.diff(cols, axis=1) != 1).any():
         return None
     steps = np.diff(cols[:, 0])
@@ -138,8 +132,7 @@ def _find_column_step(cols: np.ndarray) -> int | None:
 
 
 def _gathered(x, blocks: np.ndarray):
-    """Gathers blocks, (pieces, width), of a contiguous (units, blocks, tokens, head_dim) into (pieces, units, width * tokens,
-    head_dim)."""
+    """Gathers blocks, (pieces, width), of a contiguous (units, blocks, tokens, head_dim), for ``_Call.keys``."""
     units, count, tokens, dim = x.shape
     # index_select copies larger slices one by one, each with all threads.
     cuts = 1
@@ -162,8 +155,7 @@ def _gather_limit() -> int:
 
 
 def _calls(loop, q, copied: bool):
-    """Yields the calls for all rows: the last piece of each row, then the others. copied: whether each piece's keys or their
-    gradients are copied."""
+    """Yields the calls for all rows: each row's last piece, then the others. copied: whether keys or their gradients always are."""
     widest = max(1, _WIDEST // loop.block)
     rounds: list[dict[int, list]] = [{}]
     for rows, cols, tiles in loop.groups:
@@ -184,10 +176,11 @@ def _calls(loop, q, copied: bool):
                 for first in range(0, len(chosen), height):
                     some = chosen[first : first + height]
                     bias, empty = masked or _bias(loop.tiles, tiles[some], q.shape[2])
-                    yield _Call(_slice_or_array(rows[some]), cols[some], bias, empty, number > 0)
+                    yield _Call(slice_or_array(rows[some]), cols[some], bias, empty, number > 0)
 
 
-def _slice_or_array(rows: np.ndarray) -> slice | np.ndarray:
+def slice_or_array(rows: np.ndarray) -> slice | np.ndarray:
+    """A slice if the block numbers are consecutive."""
     follow = (np.diff(rows) == 1).all()
     return slice(int(rows[0]), int(rows[-1]) + 1) if follow else rows
 

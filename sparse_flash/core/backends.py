@@ -59,8 +59,7 @@ _REFERENCE_CAN = "backend='reference' can, slowly and with the whole matrix in m
 
 def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | None] | None = None) -> str:
     """The back end to run: ``name``, or for "auto" the fastest that supports the call. Raises ValueError with the reasons if none
-    does; a named back end is never replaced. supports: (name, call) -> the refusal or None, for calls that ``Call`` does not
-    describe fully; by default the back ends' functions."""
+    does. supports: (name, call) -> the refusal or None; by default the back ends' functions."""
     refusal = supports or _refusal
     if name != "auto":
         get_backend(name)
@@ -88,7 +87,3 @@ def choose_backend(name: str, call: Call, supports: Callable[[str, Call], str | 
 
 def _refusal(name: str, call: Call) -> str | None:
     return get_backend(name).supports(call)
-
-
-# Last, as back ends import names from here. Not on demand, as torch.compile cannot trace an import. Back ends import triton when
-# they run.

@@ -18,9 +18,8 @@ from .variant import Variant, refill_variant
 class ChosenBlocks(NamedTuple):
     """A mask of blocks chosen in a compiled graph. The operator makes its table, so one graph serves all lengths.
 
-    bits: (batch * heads * q_blocks * ceil(kv_blocks / 32) + 1,) int32, the kept blocks. The last element is unused: it keeps the
-    size from being 1, which PyTorch specializes, so that a graph serves all lengths.
-    block_size: tokens on a side of a block. within: spec text of the pattern that limits the blocks, or "".
+    bits: (batch * heads * q_blocks * ceil(kv_blocks / 32) + 1,) int32, the kept blocks. The last is unused, as PyTorch would
+    specialize a size of 1. block_size: in tokens. within: spec text of the pattern that limits the blocks, or "".
     """
 
     bits: torch.Tensor
@@ -71,8 +70,8 @@ class AttentionCall(NamedTuple):
 
     @property
     def rest(self) -> Variant | None:
-        """The variant without its sinks, which are added last."""
-        return None if self.variant is None else self.variant.without_sinks
+        """The variant without sinks, which are added last: None if it has nothing else."""
+        return None if self.variant is None or self.variant.only_sinks else self.variant
 
 
 class _Prepared(NamedTuple):
@@ -95,10 +94,10 @@ def prepare(
     call: AttentionCall,
     key: Hashable | None,
     holder: BlockMask | None,
-    check: Callable[[AttentionCall, BlockMask], None] | None = None,
+    check: Callable[[BlockMask, torch.Tensor, torch.Tensor], None] | None = None,
 ) -> AttentionCall:
-    """Chooses the back end that runs a call: the named one, or for "auto" the fastest that supports it. Raises ValueError if there
-    is none. If the operator chooses, the call stays as it is: a choice that depends on a length would make torch.compile recompile.
+    """Chooses the back end that runs a call: see ``choose_backend``. If the operator chooses, the call stays as it is: a choice
+    that depends on a length would make torch.compile recompile.
 
     key: of the inputs and the variant, to find the choice and the launches of an earlier call; None if a compiler, a mode or a
     transform has to see the operator. holder: the mask that stores them, of which call.table is the form for kernels; None for
@@ -111,7 +110,7 @@ def prepare(
         if found is not None:
             return call._replace(backend=found.backend, launches=found.launches)
     if check is not None and holder is not None:
-        check(call, holder)
+        check(holder, call.q, call.k)
     backend = call.backend
     if not (isinstance(call.table, str) or torch.compiler.is_compiling()):
         block_size = None if call.table is None else call.table.block_size
@@ -125,9 +124,8 @@ def prepare(
 
 
 def repeat(call: AttentionCall, key: Hashable, holder: BlockMask | None, of_variant: dict[str, Any]) -> AttentionCall | None:
-    """The call as ``prepare`` returned it for an earlier call with the same key; None for the first call. call: without its
-    variant.
-    of_variant: the variant's arguments, which the earlier call has checked."""
+    """The call as ``prepare`` returned it for an earlier call with the same key, or None. call: without its variant, of which
+    of_variant are the arguments."""
     found = prepared_under(holder).get(_complete_key(call, key))
     if found is None:
         return None

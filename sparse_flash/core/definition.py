@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from .variant import Variant
 
@@ -18,16 +19,16 @@ _WORD = 0xFFFFFFFF
 class Pairs(NamedTuple):
     """The positions of scores, as int64 tensors that broadcast to their shape. query, key: token indices. q_len, kv_len: totals."""
 
-    batch: torch.Tensor
-    head: torch.Tensor
-    query: torch.Tensor
-    key: torch.Tensor
+    batch: Tensor
+    head: Tensor
+    query: Tensor
+    key: Tensor
     heads: int
     q_len: int
     kv_len: int
 
     @classmethod
-    def all(cls, q: torch.Tensor, k: torch.Tensor) -> Pairs:
+    def all(cls, q: Tensor, k: Tensor) -> Pairs:
         """Returns the pairs of the whole (batch, heads, q_len, kv_len) matrix."""
         (batch, heads, q_len), kv_len = q.shape[:3], k.shape[2]
         ranges = [torch.arange(size, device=q.device) for size in (batch, heads, q_len, kv_len)]
@@ -37,16 +38,16 @@ class Pairs(NamedTuple):
         return cls(batches, each_head, queries, keys, heads, q_len, kv_len)
 
     @property
-    def q_pos(self) -> torch.Tensor:
+    def q_pos(self) -> Tensor:
         return self.query + (self.kv_len - self.q_len)
 
 
-def modify_scores(variant: Variant, products: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+def modify_scores(variant: Variant, products: Tensor, pairs: Pairs) -> Tensor:
     """Scores from scaled products, modified in order: soft cap, ALiBi, relative bias, the user's function."""
     return _apply_score_mod(variant, _add_biases(variant, _cap_scores(variant, products), pairs), pairs)
 
 
-def differentiate_scores(variant: Variant, products: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, ...]:
+def differentiate_scores(variant: Variant, products: Tensor, pairs: Pairs) -> tuple[Tensor, ...]:
     """(scores, their derivative by the biased products, that of the biased products by the products). A derivative may be 1."""
     capped = _cap_scores(variant, products)
     inner = 1 - (capped / variant.softcap) ** 2 if variant.softcap else torch.ones((), device=products.device)
@@ -57,11 +58,11 @@ def differentiate_scores(variant: Variant, products: torch.Tensor, pairs: Pairs)
     return scores, pullback(torch.ones_like(scores))[0], inner
 
 
-def _cap_scores(variant: Variant, products: torch.Tensor) -> torch.Tensor:
+def _cap_scores(variant: Variant, products: Tensor) -> Tensor:
     return (products / variant.softcap).tanh() * variant.softcap if variant.softcap else products
 
 
-def _add_biases(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+def _add_biases(variant: Variant, scores: Tensor, pairs: Pairs) -> Tensor:
     if variant.alibi_slopes is not None:
         slopes = variant.alibi_slopes[pairs.batch, pairs.head].to(scores.dtype)
         scores = scores - slopes * (pairs.q_pos - pairs.key).abs()
@@ -70,59 +71,55 @@ def _add_biases(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.T
     return scores
 
 
-def _apply_score_mod(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+def _apply_score_mod(variant: Variant, scores: Tensor, pairs: Pairs) -> Tensor:
     if variant.score_mod is None:
         return scores
     modified = variant.score_mod.torch(scores, pairs.batch, pairs.head, pairs.q_pos, pairs.key, variant.score_params)
-    if not isinstance(modified, torch.Tensor) or not modified.is_floating_point():
-        got = modified.dtype if isinstance(modified, torch.Tensor) else type(modified).__name__
+    if not isinstance(modified, Tensor) or not modified.is_floating_point():
+        got = modified.dtype if isinstance(modified, Tensor) else type(modified).__name__
         raise TypeError(f"score_mod {variant.score_mod.name} must return scores, a floating-point tensor; got {got}")
     return modified
 
 
-def _bias_column(variant: Variant, pairs: Pairs) -> torch.Tensor:
+def _bias_column(variant: Variant, pairs: Pairs) -> Tensor:
     """The column of rel_bias for each pair."""
-    reach = cast(torch.Tensor, variant.rel_bias).shape[1] // 2
+    reach = cast(Tensor, variant.rel_bias).shape[1] // 2
     return (pairs.key - pairs.q_pos).clamp(-reach, reach) + reach
 
 
-def add_bias_gradient(gradient: torch.Tensor, variant: Variant, dbiased: torch.Tensor, pairs: Pairs) -> None:
+def add_bias_gradient(gradient: Tensor, variant: Variant, dbiased: Tensor, pairs: Pairs) -> None:
     """Adds the gradient of the biased products to the gradient of rel_bias."""
     index = (pairs.head * gradient.shape[1] + _bias_column(variant, pairs)).expand(dbiased.shape)
     gradient.view(-1).index_add_(0, index.reshape(-1), dbiased.reshape(-1).to(gradient.dtype))
 
 
-def find_existing_tokens(
-    starts: torch.Tensor | None, lens: torch.Tensor | None, batch: torch.Tensor, token: torch.Tensor
-) -> torch.Tensor | None:
+def find_existing_tokens(starts: Tensor | None, lens: Tensor | None, batch: Tensor, token: Tensor) -> Tensor | None:
     """Which tokens exist, in the broadcast shape of batch and token; None: all."""
-    exist = None
-    if lens is not None:
-        exist = token < lens[batch]
+    exist = None if lens is None else token < lens[batch]
     if starts is not None:
         begun = token >= starts[batch]
         exist = begun if exist is None else exist & begun
     return exist
 
 
-def existing_pairs(variant: Variant, pairs: Pairs) -> torch.Tensor | None:
+def existing_pairs(variant: Variant, pairs: Pairs) -> Tensor | None:
     """Which pairs have both tokens; None: all."""
     queries = find_existing_tokens(variant.q_starts, variant.q_lens, pairs.batch, pairs.query)
     keys = find_existing_tokens(variant.kv_starts, variant.kv_lens, pairs.batch, pairs.key)
     return keys if queries is None else queries if keys is None else queries & keys
 
 
-def clear_nonexistent(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | None) -> torch.Tensor:
+def clear_nonexistent(x: Tensor, starts: Tensor | None, lens: Tensor | None) -> Tensor:
     """x, (batch, heads, tokens, head_dim), with zeros for nonexistent tokens, which may be NaN."""
     if starts is None and lens is None:
         return x
     batch = torch.arange(x.shape[0], device=x.device)[:, None]
-    exist = cast(torch.Tensor, find_existing_tokens(starts, lens, batch, torch.arange(x.shape[2], device=x.device)[None]))
+    exist = cast(Tensor, find_existing_tokens(starts, lens, batch, torch.arange(x.shape[2], device=x.device)[None]))
     # In place on a copy: masked_fill changes the memory order, and results must have the arguments' memory order.
     return x.clone().masked_fill_(~exist[:, None, :, None], 0.0)
 
 
-def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:
+def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> Tensor:
     """Which pairs dropout keeps, bool, in the broadcast shape of ``pairs``. Queries along q_axis and keys along the last axis come
     16 at a time, consecutive from a multiple of 16.
 
@@ -132,7 +129,7 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     2 selects the word, query // 8 % 2 its half, 0 being the lower. A pair is kept if that half is at least dropout_p * 2^16. One
     thread holds these four pairs in a product of NVIDIA's tensor cores, and in its transpose.
     """
-    seed = cast(torch.Tensor, variant.seed)[0]
+    seed = cast(Tensor, variant.seed)[0]
     batch_head = pairs.batch * pairs.heads + pairs.head
     zero = torch.zeros_like(batch_head)
     key, q_mask, k_mask, _ = philox_4x32((batch_head, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))
@@ -146,13 +143,13 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     return kept.narrow(q_axis, 0, pairs.query.shape[q_axis]).narrow(-1, 0, pairs.key.shape[-1])
 
 
-def _dropout_counters(token: torch.Tensor, axis: int) -> torch.Tensor:
+def _dropout_counters(token: Tensor, axis: int) -> Tensor:
     """token // 16 * 8 + token % 8, once for the two tokens that share it."""
     first = token.movedim(axis, -1)[..., ::16, None]
     return (first // 2 + torch.arange(8, device=token.device)).flatten(-2).movedim(-1, axis)
 
 
-def philox_4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def philox_4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Philox-4x32-10: four words from a counter of four and a key of two; int64 tensors that hold 32-bit words, of shapes that
     broadcast. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011."""
     c0, c1, c2, c3 = counter
@@ -165,7 +162,7 @@ def philox_4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]
     return c0, c1, c2, c3
 
 
-def philox_2x32(counter: tuple[torch.Tensor, ...], key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def philox_2x32(counter: tuple[Tensor, ...], key: Tensor) -> tuple[Tensor, Tensor]:
     """Philox-2x32-7, like ``philox_4x32``: seven rounds are the fewest that pass the tests of its source."""
     c0, c1 = counter
     for _ in range(7):
@@ -175,13 +172,8 @@ def philox_2x32(counter: tuple[torch.Tensor, ...], key: torch.Tensor) -> tuple[t
     return c0, c1
 
 
-def with_sinks(
-    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, variant: Variant | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) with one more logit per head, sinks, (heads,), in each query's softmax. Differentiable in out, lse and sinks.
-
-    A query that keeps nothing has out 0 and its sink as lse; a nonexistent query keeps lse -inf.
-    """
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, variant: Variant | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) with one more logit per head, sinks, (heads,), in each query's softmax; a nonexistent query keeps lse -inf."""
     total, exist = join_sinks(lse, sinks, variant)
     share = torch.sigmoid(lse - sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None])
     out = (out * share[..., None]).to(out.dtype)
@@ -189,7 +181,7 @@ def with_sinks(
     return out if exist is None else torch.where(exist[..., None], out, 0.0), total
 
 
-def join_sinks(lse: torch.Tensor, sinks: torch.Tensor, variant: Variant | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def join_sinks(lse: Tensor, sinks: Tensor, variant: Variant | None) -> tuple[Tensor, Tensor | None]:
     """(lse with sinks, which queries exist, (batch, 1, q_len), or None for all)"""
     # lse and a sink may both be -inf, which means no sink. Clamped to a finite number, their difference is not NaN.
     lowest = torch.finfo(lse.dtype).min
@@ -199,13 +191,11 @@ def join_sinks(lse: torch.Tensor, sinks: torch.Tensor, variant: Variant | None) 
         return total, None
     batch = torch.arange(lse.shape[0], device=lse.device)[:, None]
     token = torch.arange(lse.shape[2], device=lse.device)[None]
-    exist = cast(torch.Tensor, find_existing_tokens(variant.q_starts, variant.q_lens, batch, token))[:, None]
+    exist = cast(Tensor, find_existing_tokens(variant.q_starts, variant.q_lens, batch, token))[:, None]
     return total.masked_fill(~exist, float("-inf")), exist
 
 
-def sink_gradient(
-    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
-) -> torch.Tensor:
+def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The gradient of sinks, (heads,). out, lse: results with sinks."""
     if dout.is_cuda and lse.dtype == torch.float32 and find_spec("triton"):  # the kernel sums in float32
         from ..kernels.portable.sinks import sum_shares

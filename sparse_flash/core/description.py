@@ -8,7 +8,7 @@ import torch
 
 from .caches import E4M3
 from .eight_bits import EIGHT_BITS
-from .variant import LEARNED, ScoreFunction, Variant
+from .variant import ScoreFunction, Variant
 
 
 @dataclass(frozen=True)
@@ -47,30 +47,13 @@ class Call:
         precision: str | None = None,
     ) -> Call:
         """Describes the call on these tensors."""
-        return cls(
-            device=q.device,
-            dtype=q.dtype,
-            batch=q.shape[0],
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            q_len=q.shape[2],
-            kv_len=k.shape[2],
-            head_dim=q.shape[3],
-            block_size=block_size,
-            deterministic=deterministic,
-            features=(() if variant is None else variant.features) + (() if precision is None else (EIGHT_BITS,)),
-            score_mod=None if variant is None else variant.score_mod,
-            v_head_dim=v.shape[3],
-            score_params=() if variant is None else tuple(t.dtype for t in variant.score_params),
-            softcap=0.0 if variant is None else variant.softcap,
-            e4m3=k.dtype == E4M3,
-        )
-
-
-def feature_refusal(call: Call, carried: tuple[str, ...]) -> str | None:
-    """The refusal of a back end that supports only these features."""
-    features = [name for name in call.features if name not in (*carried, LEARNED)]
-    return f"it does not support {' and '.join(features)}" if features else None
+        (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+        sizes = batch, heads, kv_heads, q_len, kv_len, head_dim, block_size
+        variant = Variant() if variant is None else variant
+        features = variant.features + (() if precision is None else (EIGHT_BITS,))
+        params = tuple(t.dtype for t in variant.score_params)
+        of_v = v.shape[3], params, variant.softcap, k.dtype == E4M3
+        return cls(q.device, q.dtype, *sizes, deterministic, features, variant.score_mod, *of_v)
 
 
 def eight_bits_refusal(call: Call) -> str | None:

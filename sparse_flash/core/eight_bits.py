@@ -11,13 +11,11 @@ import torch
 
 from ..kernels.common.eight_bits import E4M3_MAX, MIN_AMAX, QUERIES, TOP_EXPONENT, columns_of_eight_bits
 
-PRECISIONS = ("fp8",)
 EIGHT_BITS = "precision='fp8'"  # among the features of a call
 
 
 def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (x rounded to e4m3, scales by token), both float64; scales have a last dimension of 1. x: (batch, heads, tokens,
-    head_dim) float32. Each block of tokens is scaled so that its largest number is 448."""
+    """(x rounded to e4m3; scales, (..., tokens, 1)), both float64. The largest number of each block of tokens becomes 448."""
     tokens = x.shape[2]
     blocks = torch.unflatten(torch.nn.functional.pad(x, (0, 0, 0, -tokens % block)), 2, (-1, block))
     largest = blocks.abs().amax((-2, -1), keepdim=True).clamp(min=MIN_AMAX)
@@ -27,8 +25,7 @@ def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Te
 
 
 def rotate(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Returns x, (..., head_dim) float32, padded with zeros to ``columns`` and rotated by a Hadamard matrix whose rows have signs.
-    It changes no product, and spreads one large column, or equal columns, over many."""
+    """x, padded to ``columns`` and rotated by a Hadamard matrix whose rows have signs, which spreads large columns over many."""
     row, column = torch.arange(columns, device=x.device)[:, None], torch.arange(columns, device=x.device)
     bits = row & (column ^ (row >> 1 & 0x55))
     for shift in (4, 2, 1):

@@ -10,16 +10,15 @@ import torch
 from ..compat.constants import constant_in_graphs
 from ..kernels.common.layout import is_addressable
 from . import triton as triton_backend
-from .description import Call, eight_bits_refusal, feature_refusal
+from .description import Call, eight_bits_refusal
 from .eight_bits import EIGHT_BITS
-from .variant import LEARNED, LENGTHS, ScoreFunction
+from .variant import LEARNED, ScoreFunction
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 257)  # of q and k, and of v
 WIDE_HEAD_DIMS, NARROWER_HEAD_DIMS = range(129, 257), range(65, 129)  # of q and k, and of v, with a backward kernel
 MAX_HEAD_DIM_OF_EIGHT_BITS = 128
 BLOCK_SIZES = (None, 64, 128, 256)
-FEATURES = ("dropout_p", *LENGTHS, "alibi_slopes", "softcap", "rel_bias", "score_mod")
 # A score's error is up to about the cap times 2^-22 (``kernels/hopper/scores``). At this cap it is 2^-14, an eighth of the error
 # from rounding a weight to float16.
 MAX_SOFTCAP = 256
@@ -75,8 +74,7 @@ def _term_refusal(call: Call) -> str | None:
 
 
 def has_backward(head_dim: int, v_head_dim: int) -> bool:
-    """Whether there is a Hopper backward kernel for head dimensions that have a forward kernel. Other gradients come from the
-    portable kernels, with the same lse and dropped pairs."""
+    """Whether Hopper's backward kernels take head dimensions that forward kernels take; if not, the portable kernels run."""
     return head_dim == v_head_dim or (head_dim in WIDE_HEAD_DIMS and v_head_dim in NARROWER_HEAD_DIMS)
 
 
@@ -92,8 +90,7 @@ def shape_refusal(head_dim: int, v_head_dim: int, block_size: int | None) -> str
 
 def supports(call: Call) -> str | None:
     eight = EIGHT_BITS in call.features
-    reason = eight_bits_refusal(call) if eight else feature_refusal(call, FEATURES) or _term_refusal(call)
-    reason = reason or why_unavailable()
+    reason = (eight_bits_refusal(call) if eight else _term_refusal(call)) or why_unavailable()
     if reason:
         return reason
     if call.device.type != "cuda" or not _is_hopper(call.device):
@@ -102,8 +99,7 @@ def supports(call: Call) -> str | None:
         return f"it runs float16 and bfloat16; got {call.dtype}"
     if reason := shape_refusal(call.head_dim, call.v_head_dim, call.block_size):
         return reason
-    if eight and max(call.head_dim, call.v_head_dim) > MAX_HEAD_DIM_OF_EIGHT_BITS:
-        widest = max(call.head_dim, call.v_head_dim)
+    if eight and (widest := max(call.head_dim, call.v_head_dim)) > MAX_HEAD_DIM_OF_EIGHT_BITS:
         return f"in {EIGHT_BITS} it runs head_dim up to {MAX_HEAD_DIM_OF_EIGHT_BITS}; got {widest}"
     if call.block_size == 64 and "dropout_p" in call.features and call.head_dim > 64:
         return f"with dropout it runs masks of block_size 64 up to head_dim 64; got {call.head_dim}; block_size=128 runs"

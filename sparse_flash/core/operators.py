@@ -41,7 +41,20 @@ NOTHING = "nothing"  # the back end of calls with nothing to compute
 
 def attend(call: AttentionCall):
     """(out, lse) of a call, differentiable in q, k, v, sinks and a learned rel_bias."""
-    return make_empty_results(call.q, call.k, call.v, call.variant) if call.backend == NOTHING else _computed(call)
+    q, k, v, _, table, scale, deterministic, backend, variant, precision, launches = call
+    if backend == NOTHING:
+        return make_empty_results(q, k, v, variant)
+    if precision is not None:
+        out, lse = _compute_in_eight_bits(call)
+        return (out, lse) if variant is None or variant.sinks is None else with_sinks(out, lse, variant.sinks, None)
+    if launches is not None:
+        learned = variant is not None and (variant.learned or variant.learned_sinks)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
+            return _attend_directly(q, k, v, call.on(*NO_TENSORS), False, *(variant.tensors() if variant is not None else ()))
+        return backends.get_backend(backend).forward(call)
+    refuse_transforms(*call.inputs())
+    tensors, *packed = NO_VARIANT if variant is None else variant.packed()
+    return _forward(q, k, v, *_to_operator_args(table, q), scale, deterministic, backend, tensors or [q], *packed)
 
 
 def documents_as_batch(x: torch.Tensor) -> torch.Tensor:
@@ -89,21 +102,6 @@ def make_empty_results(q, k, v, variant: Variant | None):
     return (out, lse) if variant is None or variant.sinks is None else with_sinks(out, lse, variant.sinks, variant)
 
 
-def _computed(call: AttentionCall):
-    q, k, v, _, table, scale, deterministic, backend, variant, precision, launches = call
-    if precision is not None:
-        out, lse = _compute_in_eight_bits(call)
-        return (out, lse) if variant is None or variant.sinks is None else with_sinks(out, lse, variant.sinks, None)
-    if launches is not None:
-        learned = variant is not None and (variant.learned or variant.learned_sinks)
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
-            return _attend_directly(q, k, v, call.on(*NO_TENSORS), False, *(variant.tensors() if variant is not None else ()))
-        return backends.get_backend(backend).forward(call)
-    refuse_transforms(*call.inputs())
-    tensors, *packed = NO_VARIANT if variant is None else variant.packed()
-    return _forward(q, k, v, *_to_operator_args(table, q), scale, deterministic, backend, tensors or [q], *packed)
-
-
 def _compute_in_eight_bits(call: AttentionCall):
     """(out, lse), not differentiable."""
     if call.launches is not None:
@@ -135,9 +133,7 @@ def attention_decode(
 def refuse_transforms(*tensors) -> None:
     """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation. For the first two,
     PyTorch's error suggests no fix; in forward mode, PyTorch silently takes an operator's derivative to be 0."""
-    if torch.compiler.is_compiling():
-        return
-    if in_differentiating_transform() or has_forward_derivative(*tensors):
+    if not torch.compiler.is_compiling() and (in_differentiating_transform() or has_forward_derivative(*tensors)):
         raise _transform_error()
 
 
@@ -161,8 +157,7 @@ def needs_operator() -> bool:
 
 
 class _DirectAttention(torch.autograd.Function):
-    """The operator's autograd without dispatch, which takes the host longer than the GPU takes for a short call. Views that
-    autograd sees take as long, so the views of packed documents are made here."""
+    """The operator's autograd without dispatch, which takes the host long; views, made here for packed documents, do too."""
 
     @staticmethod
     def forward(ctx, q, k, v, call, of_documents, *more):
@@ -180,7 +175,7 @@ class _DirectAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph is set
             with torch.no_grad():
                 gradients = _DirectAttention._gradients(ctx, dout, dlse)
-            return _OnceDifferentiable.mark(gradients, (dout, dlse, *ctx.saved_tensors))
+            return _OnceDifferentiable.apply(len(gradients), *gradients, dout, dlse, *ctx.saved_tensors)
         return _DirectAttention._gradients(ctx, dout, dlse)
 
     @staticmethod
@@ -216,14 +211,8 @@ class _OnceDifferentiable(torch.autograd.Function):
     second backward pass can silently skip them."""
 
     @staticmethod
-    def mark(gradients: tuple, sources: tuple) -> tuple:
-        """Marks gradients as computed from ``sources``; either may contain None."""
-        some = [g for g in gradients if g is not None]
-        marked = iter(_OnceDifferentiable.apply(len(some), *some, *sources)) if some else iter(())
-        return tuple(None if g is None else next(marked) for g in gradients)
-
-    @staticmethod
     def forward(ctx, count, *tensors):
+        """tensors: ``count`` gradients, then their sources; either may be None."""
         return tensors[:count]
 
     @staticmethod
@@ -242,8 +231,7 @@ def refuse_second_derivatives(*_) -> None:
 def prepare_upstream(
     dout: torch.Tensor | None, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of out and lse for back ends: zeros for out if only lse is differentiated, and for the lse of queries that keep
-    nothing. Raises what ``refuse_batched`` raises."""
+    """The gradients of out and lse for back ends, after ``refuse_batched``; zeros for the lse of queries that keep nothing."""
     refuse_batched(dlse if dout is None else dout)
     dlse = None if dlse is None else zero_keyless_queries(dlse, lse)
     return torch.zeros_like(out) if dout is None else dout, dlse
@@ -264,7 +252,7 @@ def _restore_call(
     """The call from an operator's arguments, in both passes."""
     variant = Variant.unpacked(*packed)
     mask = None
-    if _has_chosen_bits(tables):
+    if len(tables) == 1 and tables[0].dtype == torch.int32:  # bits; a list of q is floating-point
         mask = build_chosen_mask(q, k, ChosenBlocks(tables[0], block_size, pattern))
     elif pattern:
         table = compile_cached(pattern, q.shape[2], k.shape[2], block_size, q.device)
@@ -275,11 +263,6 @@ def _restore_call(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     call = AttentionCall(q, k, v, mask, mask, scale, deterministic, backend, variant, precision)
     return prepare(call, call.key if is_plain_eager(*call.inputs()) else None, mask)
-
-
-def _has_chosen_bits(tables: list[torch.Tensor]) -> bool:
-    """Whether the tensors of a mask are the bits of ``ChosenBlocks``."""
-    return len(tables) == 1 and tables[0].dtype == torch.int32  # a list of q is floating-point
 
 
 def build_chosen_mask(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) -> BlockMask:
@@ -299,8 +282,8 @@ def _restore_mask(q_len: int, kv_len: int, block_size: int, tables: list[torch.T
 
 # The last arguments of operators: a mask (``_to_operator_args``), numbers, the back end, and ``Variant.packed()``.
 _MASK = "Tensor[] tables, SymInt block_size, str pattern"
-_VARIANT = "Tensor[] variant_tensors, str variant_names, float dropout_p, float softcap"
-_CALL = f"{_MASK}, float? scale, bool deterministic, str backend, {_VARIANT}"
+_CALL = f"{_MASK}, float? scale, bool deterministic, str backend, "
+_CALL += "Tensor[] variant_tensors, str variant_names, float dropout_p, float softcap"
 
 
 def _define_operator(name: str, arguments: str, results: str = "(Tensor, Tensor)") -> Callable[[Callable], CustomOpDef]:

@@ -79,10 +79,9 @@ def backward(call, dout, dlse, out, lse):
 class _Matrix:
     """The whole matrix in float64.
 
-    queries, keys, values: (batch, heads, tokens, head_dim), zero for nonexistent tokens. probabilities: (batch, heads, q_len,
-    kv_len), all zero for a query that keeps nothing. dropout: 1 / (1 - dropout_p) where it keeps a pair, otherwise 0. weights: the
-    product of the two. outer, inner: derivatives of the scores, see ``differentiate_scores``; 1 without ``differentiate``, because
-    torch.func, which differentiates a user's function, does not work in the forward pass of a compiled graph.
+    queries, keys, values: by query head, zero for nonexistent tokens. probabilities: all zero for a query that keeps nothing.
+    dropout: 1 / (1 - dropout_p) where it keeps a pair, otherwise 0. weights: the product of the two. outer, inner: see
+    ``differentiate_scores``; 1 without ``differentiate``, as torch.func does not work in the forward pass of a compiled graph.
     """
 
     def __init__(self, q, k, v, mask, scale, variant, differentiate):
@@ -144,8 +143,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale, k_scale, v_scale,
 
 
 def _sequence(cache, block_table, sequence: int):
-    """(kv_heads, capacity, head_dim): the keys or values of one sequence, its pages concatenated. Page numbers are clamped to
-    existing pages."""
+    """(kv_heads, capacity, head_dim): the keys or values of one sequence. Page numbers are clamped to existing pages."""
     if block_table is None:
         return cache[sequence]
     return cache[block_table[sequence].long().clamp(0, len(cache) - 1)].transpose(0, 1).flatten(1, 2)

@@ -18,8 +18,7 @@ class QueryRows(NamedTuple):
 
 
 def zero_keyless_queries(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Gradients of results, (batch, heads, q_len, ...), with zeros for queries that keep nothing. These results depend on no input,
-    and losses often give them NaN gradients."""
+    """Gradients of results with zeros for queries that keep nothing, to which losses often give NaN gradients."""
     return x.masked_fill(lse.isneginf().view(*lse.shape, *[1] * (x.dim() - lse.dim())), 0.0)
 
 

@@ -242,8 +242,7 @@ class _ScoreRule:
         self.kept_share = 1.0 - variant.dropout_p if self.has_dropout else 1.0
 
     def pairs(self, units: slice, rows, cols) -> Pairs | None:
-        """Pairs of shape (units, rows, members, queries, entries, keys), as in ``view``. Padding has the last token's index, so
-        that a user's function reads tables within bounds."""
+        """Pairs, shaped as in ``view``. Padding has the last token's index: a user's function reads tables within bounds."""
         if self.batch_heads is None:
             return None
         block, device = self.part.loop.block, self.batch_heads.device
@@ -281,10 +280,7 @@ class _ScoreRule:
 
     def mask_scores(self, scores, pairs: Pairs | None) -> None:
         """Sets the scores of nonexistent tokens to -inf."""
-        if pairs is None:
-            return
-        exist = existing_pairs(self.variant, pairs)
-        if exist is not None:
+        if pairs is not None and (exist := existing_pairs(self.variant, pairs)) is not None:
             self.view(scores, pairs).masked_fill_(~exist, float("-inf"))
 
     def apply_dropout(self, weights, pairs: Pairs | None) -> None:
@@ -294,8 +290,7 @@ class _ScoreRule:
 
 
 def _forward(q, k, v, loop, rule):
-    """One part: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim) -> out (units, q_blocks, rows, v's
-    head_dim), lse (units, q_blocks, rows, 1)."""
+    """One part: q (units, q_blocks, rows, head_dim), k, v (units, kv_blocks, block, head_dim) -> out and lse, packed like q."""
     out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full((*q.shape[:3], 1), float("-inf"))
     lowest = torch.finfo(q.dtype).min
     for units, rows, pieces in loop.chunks(*q.shape[::2], q.device):
@@ -412,8 +407,7 @@ def _add_product(blocks, index, left, right, alpha, deterministic):
 
 @contextmanager
 def repeatable(target, deterministic):
-    """If deterministic, makes index_add_ to ``target`` on a GPU add in a fixed order. Use it only around that call, as the flag is
-    strict with cuBLAS."""
+    """If deterministic, makes index_add_ to ``target`` on a GPU add in a fixed order. Only around it: cuBLAS refuses the flag."""
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if deterministic and target.is_cuda:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -425,11 +419,8 @@ def repeatable(target, deterministic):
 
 
 class _Part:
-    """The (batch, key head) units that use one stored mask.
-
-    units: (n,) int64 indices into batch * kv_heads, or a slice of all. members: the slice of query heads within each unit's group.
-    If all heads of a group use one mask, their rows are stacked, and keys are read once for all heads.
-    """
+    """The (batch, key head) units that use one stored mask. units: (n,) int64 indices into batch * kv_heads, or a slice of all.
+    members: the slice of query heads within each unit's group, whose rows are stacked, so that keys are read once for all."""
 
     def __init__(self, loop: _Loop, units, members: slice, kv_heads: int):
         self.loop, self.units, self.members, self.kv_heads = loop, units, members, kv_heads
@@ -541,8 +532,7 @@ class _Tiles:
         self.decoded = self.decode(torch.arange(-1, count, device=self.device)) if count * self.block**2 <= _TILE_PAIRS else None
 
     def bounds(self, numbers: np.ndarray) -> torch.Tensor:
-        """(n, block, block): +inf where these tiles keep a pair, -inf elsewhere. torch.minimum with it masks scores, in a fifth of
-        the time of masked_fill_ on a CPU."""
+        """(n, block, block): +inf for kept pairs, else -inf. torch.minimum takes a fifth of the time of masked_fill_ on a CPU."""
         if self.decoded is None:
             return self.decode(torch.tensor(numbers, device=self.device))
         if (numbers == numbers[0]).all():
@@ -575,11 +565,7 @@ class _Loop:
         self.buffers: dict[int, torch.Tensor] = {}
 
     def chunks(self, units: int, stacked: int, device):
-        """Yields (slice of units, index of query blocks, [pieces]). A piece has at most ``size`` scores, or a single block of one
-        unit.
-
-        units: the number of (batch, key head) pairs. stacked: query rows in a packed query block.
-        """
+        """Yields (slice of units, index of query blocks, [pieces]). A piece has at most ``size`` scores, or one block of a unit."""
         for rows, cols, tiles in self.groups:
             entry = stacked * self.block
             width = min(cols.shape[1], max(1, self.size // entry))
@@ -620,8 +606,5 @@ class _Loop:
 
 
 def _slice_or_index(blocks: np.ndarray, device) -> slice | torch.Tensor:
-    """A slice if the block numbers are consecutive, otherwise an index tensor."""
-    blocks = blocks.reshape(-1)
-    if (np.diff(blocks) == 1).all():
-        return slice(int(blocks[0]), int(blocks[-1]) + 1)
-    return torch.from_numpy(blocks.astype(np.int64)).to(device)
+    found = aten_cpu.slice_or_array(blocks.reshape(-1))
+    return found if isinstance(found, slice) else torch.from_numpy(found.astype(np.int64)).to(device)

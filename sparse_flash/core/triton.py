@@ -45,8 +45,7 @@ def _interpreter_refusal(triton_version: str, numpy_version: str) -> str | None:
 
 
 def can_use_kernels(device: torch.device) -> bool:
-    """Whether kernels rearrange packed documents and choose blocks. On a GPU without Triton, PyTorch operations do: the torch back
-    end, which runs there, synchronizes anyway."""
+    """Whether kernels rearrange packed documents and choose blocks; otherwise PyTorch operations do, which synchronize."""
     return device.type == "cuda" and why_unavailable() is None
 
 
@@ -120,8 +119,7 @@ def _decode(q, k, v, mask, scale, **options):
 
 
 def decodes(call) -> bool:
-    """Whether the decoding kernel runs a forward pass: one program per head would leave multiprocessors idle, and there are enough
-    keys to share among programs."""
+    """Whether the decoding kernel runs a forward pass: one program per head would leave multiprocessors idle."""
     q, k = call.q, call.k
     if q.shape[2] > FEW_QUERIES or k.shape[2] < MANY_KEYS or call.rest is not None:
         return False

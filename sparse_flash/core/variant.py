@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
-import pickle
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from importlib import import_module
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -69,39 +66,8 @@ class ScoreFunction:
     def __deepcopy__(self, memo: dict[int, object]) -> ScoreFunction:
         return self  # immutable, and Triton's functions cannot be copied
 
-    def __reduce__(self) -> tuple[Callable[..., ScoreFunction], tuple[object, ...]]:
-        return _of_functions, (self.torch, _import_path(self.triton), _import_path(self.derivative))
-
-
-def _import_path(function: Any) -> tuple[str, str] | None:
-    """The module and name of a Triton function, by which it is pickled. Raises PicklingError if it is not there."""
-    if function is None:
-        return None
-    decorated = getattr(function, "fn", function)
-    path = decorated.__module__, decorated.__qualname__
-    try:
-        found = _import_object(path)
-    except (ImportError, AttributeError):
-        found = None
-    if found is not function:
-        raise pickle.PicklingError(
-            f"a ScoreFunction's Triton functions are pickled by name, and {'.'.join(path)} is not this one; define it at the top "
-            "of a module"
-        )
-    return path
-
-
-def _import_object(path: tuple[str, str] | None) -> Any:
-    return None if path is None else operator.attrgetter(path[1])(import_module(path[0]))
-
-
-def _of_functions(in_torch: _TorchScore, *paths: tuple[str, str] | None) -> ScoreFunction:
-    """Unpickles a ScoreFunction: returns the existing one with these functions, or a new one. Pickles name this function."""
-    functions = in_torch, *map(_import_object, paths)
-    for known in _score_functions.values():
-        if (known.torch, known.triton, known.derivative) == functions:
-            return known
-    return ScoreFunction(*functions)
+    def __reduce__(self) -> tuple[object, ...]:
+        return ScoreFunction, (self.torch, self.triton, self.derivative)  # so that graphs find it by name
 
 
 class Variant(NamedTuple):
@@ -131,7 +97,7 @@ class Variant(NamedTuple):
     learned_sinks: bool = False
 
     def names(self) -> list[str]:
-        """Names the tensors present, without score_params, in the order in which they enter an operator."""
+        """Names the tensors present, except score_params, in the order in which they enter an operator."""
         return [name for name in _TENSORS if getattr(self, name) is not None]
 
     @property
@@ -159,6 +125,10 @@ class Variant(NamedTuple):
     @property
     def without_tensors(self) -> Variant:
         return Variant._make([*[None] * len(_TENSORS), (), *self[len(_TENSORS) + 1 :]])
+
+    @property
+    def only_sinks(self) -> bool:
+        return self.softcap == 0 and self.score_mod is None and all(t is None for t in self[: len(_TENSORS) - 1])
 
     def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
         """The operator's arguments: ``tensors()``, their names, dropout_p, softcap."""
@@ -190,12 +160,6 @@ class Variant(NamedTuple):
         learned = [self.rel_bias] * self.learned + [self.sinks] * self.learned_sinks
         return [next((grad for one, grad in zip(learned, of_learned) if one is t), None) for t in self.tensors()]
 
-    @property
-    def without_sinks(self) -> Variant | None:
-        """None if the variant has only sinks, else the variant; ignore its sinks."""
-        alone = self.softcap == 0 and self.score_mod is None and not any(t is not None for t in self[: len(_TENSORS) - 1])
-        return None if alone else self
-
 
 NO_VARIANT: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
 LEARNED = "gradient-of-rel_bias"
@@ -212,24 +176,26 @@ def build_variant(
     score_params: tuple[torch.Tensor, ...] = (),
     **tensors: torch.Tensor | None,
 ) -> Variant | None:
-    """Checks arguments and returns the variant; None for plain attention. tensors: the other tensors that ``attention`` takes.
+    """Checks arguments and returns the variant; None for plain attention. Draws the dropout seed without synchronizing.
 
-    Raises ValueError or TypeError. Draws the dropout seed from PyTorch's generator, on q's device, without synchronizing.
-    """
+    tensors: the other tensors that ``attention`` takes."""
     given = {name: value for name, value in tensors.items() if value is not None}
     for name, value in given.items():
         check, _ = _TENSOR_ARGUMENTS[name]
         check(name, value, q, k)
     if softcap is not None:
-        softcap = _check_softcap(softcap)
+        check_number("softcap", softcap, _ONE_NUMBER)
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"softcap must be positive and finite; got {softcap}; None is for no cap")
     if score_mod is not None:
         _check_score_mod(score_mod)
-    share = _dropout_share(dropout_p)
+    check_dropout(dropout_p)
+    share = min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
     variant = Variant(
         score_params=_check_score_params(score_params, score_mod, q),
         score_mod=score_mod,
         dropout_p=share / _DROPOUT_STEPS,
-        softcap=softcap or 0.0,
+        softcap=float(softcap or 0.0),
         learned="rel_bias" in given and given["rel_bias"].requires_grad,
         learned_sinks="sinks" in given and given["sinks"].requires_grad,
     )
@@ -237,8 +203,8 @@ def build_variant(
 
 
 def describe_variant(arguments: dict[str, Any]) -> Hashable | None:
-    """Everything that the checks of ``build_variant`` depend on; equal descriptions need no second check. None for arguments that
-    must be checked each time: the values of lengths on a CPU, and the tensors that a score_mod reads."""
+    """Everything that the checks of ``build_variant`` depend on. None for arguments that must be checked each time: the values of
+    lengths on a CPU, and the tensors that a score_mod reads."""
     description: list[Hashable] = []
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and not (name in LENGTHS and value.device.type == "cpu"):
@@ -262,22 +228,22 @@ def refill_variant(variant: Variant, q: torch.Tensor, arguments: dict[str, Any])
     return Variant._make(fields)
 
 
-def _check_softcap(softcap: float) -> float:
-    check_number("softcap", softcap, _ONE_NUMBER)
-    if not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite; got {softcap}; None is for no cap")
-    return float(softcap)
+_SHAPES = {"alibi_slopes": "(heads,) or (batch, heads)", "rel_bias": "(heads, 2 * max_distance + 1)", "sinks": "(heads,)"}
 
 
-def _check_slopes(name: str, slopes: torch.Tensor, q: torch.Tensor, _: torch.Tensor) -> None:
+def _check_of_heads(name: str, value: torch.Tensor, q: torch.Tensor, _: torch.Tensor) -> None:
+    """Checks one of _SHAPES."""
+    check_same_device(name, value, q, "detach them; a bias that is learned is rel_bias" if name == "alibi_slopes" else None)
     batch, heads = q.shape[:2]
-    check_same_device(name, slopes, q, "detach them; a bias that is learned is rel_bias")
-    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+    shape = tuple(value.shape)
+    fits = len(shape) == 2 and shape[0] == heads and shape[1] % 2 == 1
+    if name != "rel_bias":
+        fits = shape == (heads,) or (name == "alibi_slopes" and shape == (batch, heads))
+    if not (fits and value.is_floating_point()):
         raise ValueError(
-            f"alibi_slopes must have shape (heads,) or (batch, heads), here ({heads},) or ({batch}, {heads}); got "
-            f"{tuple(slopes.shape)}"
+            f"{name} must be of a floating-point type and shape {_SHAPES[name]}, for {heads} heads; got {value.dtype} of shape "
+            f"{shape}"
         )
-    _check_floating(name, slopes)
 
 
 def _expand_slopes(slopes: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -285,33 +251,9 @@ def _expand_slopes(slopes: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return _as_exact(slopes, q).expand(q.shape[:2]).contiguous()
 
 
-def _check_rel_bias(name: str, rel_bias: torch.Tensor, q: torch.Tensor, _: torch.Tensor) -> None:
-    heads = q.shape[1]
-    check_same_device(name, rel_bias, q)
-    if rel_bias.dim() != 2 or rel_bias.shape[0] != heads or rel_bias.shape[1] % 2 != 1:
-        raise ValueError(
-            f"rel_bias must have shape (heads, 2 * max_distance + 1), here ({heads}, an odd number); got {tuple(rel_bias.shape)}"
-        )
-    _check_floating(name, rel_bias)
-
-
-def _check_floating(name: str, value: torch.Tensor) -> None:
-    if not value.is_floating_point():
-        raise ValueError(f"{name} must be of a floating-point type; got {value.dtype}")
-
-
 def _as_exact(value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """The tensor in the dtype of sums: float32, or float64 if q is."""
     return value.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
-
-
-def _check_sinks(name: str, sinks: torch.Tensor, q: torch.Tensor, _: torch.Tensor) -> None:
-    check_same_device(name, sinks, q)
-    if tuple(sinks.shape) != (q.shape[1],) or not sinks.is_floating_point():
-        raise ValueError(
-            f"sinks must be of a floating-point type and shape (heads,), here ({q.shape[1]},); got {sinks.dtype} of shape "
-            f"{tuple(sinks.shape)}"
-        )
 
 
 def _check_score_mod(score_mod: ScoreFunction) -> None:
@@ -328,9 +270,7 @@ def _check_score_mod(score_mod: ScoreFunction) -> None:
         )
 
 
-def _check_score_params(
-    params: tuple[torch.Tensor, ...], score_mod: ScoreFunction | None, q: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _check_score_params(params: Any, score_mod: ScoreFunction | None, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not isinstance(params, (tuple, list)):
         raise TypeError(f"score_params must be a tuple of tensors; got {type(params).__name__}; write (tensor,) for one")
     if params and score_mod is None:
@@ -353,14 +293,6 @@ def check_dropout(dropout_p: object) -> None:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
 
 
-def _dropout_share(dropout_p: float) -> int:
-    """The share of weights that are dropped, in steps of 1 / _DROPOUT_STEPS."""
-    if isinstance(dropout_p, float) and dropout_p == 0.0:
-        return 0
-    check_dropout(dropout_p)
-    return min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
-
-
 def check_number(name: str, value: object, what: str = "a number") -> None:
     """Raises TypeError unless value is a number; a bool is not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -376,9 +308,7 @@ def check_counts(**counts: object) -> None:
 
 
 def check_lengths(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Checks lengths or starts of sequences, (batch,), and returns them in int32: see ``int32_lengths``. Raises TypeError or
-    ValueError.
-    """
+    """Checks lengths or starts of sequences, (batch,), and returns them in int32: see ``int32_lengths``."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of shape (batch,) on q's device; got {type(value).__name__}")
     if tuple(value.shape) != (q.shape[0],) or value.dtype not in (torch.int32, torch.int64):
@@ -391,8 +321,8 @@ def check_lengths(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) 
 
 
 def int32_lengths(name: str, lengths: torch.Tensor, most: int | None = None) -> torch.Tensor:
-    """Converts int32 or int64 lengths to int32. Values beyond int32's range are clamped to its ends, past all tokens. Does not
-    synchronize. On a CPU, raises ValueError for lengths below 0, or with ``most`` for starts above it."""
+    """Converts int32 or int64 lengths to int32, clamped to its range. On a CPU, raises ValueError for lengths below 0, or with
+    ``most`` for starts above it."""
     if lengths.device.type == "cpu" and is_plain_eager(lengths):
         wrong = lengths[lengths < 0 if most is None else lengths > most].tolist()
         if wrong:
@@ -415,15 +345,14 @@ def _check_lengths_of_call(name: str, value: torch.Tensor, q: torch.Tensor, k: t
 # A check, (name, argument, q, k), which raises; and a conversion, (argument, q) to the variant's tensor.
 _TENSOR_ARGUMENTS: dict[str, tuple[Callable[..., object], Callable[..., torch.Tensor]]] = {
     **dict.fromkeys(LENGTHS, (_check_lengths_of_call, _as_int32)),
-    "alibi_slopes": (_check_slopes, _expand_slopes),
-    "rel_bias": (_check_rel_bias, _as_exact),
-    "sinks": (_check_sinks, lambda sinks, q: sinks.contiguous()),
+    "alibi_slopes": (_check_of_heads, _expand_slopes),
+    "rel_bias": (_check_of_heads, _as_exact),
+    "sinks": (_check_of_heads, lambda sinks, q: sinks.contiguous()),
 }
 
 
 def check_same_device(name: str, value: torch.Tensor, q: torch.Tensor, constant: str | None = None) -> None:
-    """Raises TypeError or ValueError unless value is a tensor on q's device. constant: for tensors that get no gradient, the fix to
-    suggest if value requires one."""
+    """Raises unless value is a tensor on q's device. constant: of tensors without gradient, the fix if value requires one."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor on q's device; got {type(value).__name__}")
     if value.device != q.device:

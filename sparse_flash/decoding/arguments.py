@@ -16,8 +16,7 @@ _Integers: TypeAlias = torch.Tensor | None
 
 
 def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:
-    """``check_tensors`` for ``attention_decode``, whose k and v are a cache. head_dim and the sizes of pages must not be 0; other
-    sizes may."""
+    """``check_tensors`` for ``attention_decode``, whose k and v are a cache. Sizes except head_dim and of pages may be 0."""
     order = "(batch, kv_heads, capacity, head_dim)" if block_table is None else "(pages, kv_heads, page_size, head_dim)"
     for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
         if tensor.dim() != 4 or tensor.shape[3] == 0:
@@ -46,15 +45,6 @@ def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
         raise ValueError(
             f"attention_decode takes up to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use sparse_flash.attention for "
             "more"
-        )
-
-
-def check_no_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raises ValueError if a gradient would be needed."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError(
-            "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
-            "torch.no_grad()"
         )
 
 

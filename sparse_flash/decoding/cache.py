@@ -70,13 +70,11 @@ class KeyValueCache:
         return self._read_tokens(self.tokens, 0, k.dtype), self._read_tokens(self.tokens, 1, k.dtype)
 
     def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores k and v, (batch, kv_heads, tokens, head_dim), without their gradients. Raises ValueError if they do not fit,
-        TypeError for wrong types."""
+        """Stores k and v, (batch, kv_heads, tokens, head_dim), without their gradients."""
         self.tokens = self._write(k, v)
 
     def _write(self, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Writes k and v after the tokens seen so far, and returns the new number of tokens. ``tokens`` stays, so if a later step
-        fails, the cache is as before."""
+        """Writes k and v after the tokens seen so far, and returns the new number of tokens; ``tokens`` stays."""
         for name, tensor in (("k", k), ("v", v)):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")

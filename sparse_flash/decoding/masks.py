@@ -23,8 +23,7 @@ from .arguments import MAX_QUERIES, check_decoding_mask
 
 
 def is_decode_step(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:
-    """Whether ``attention_decode``, on a full cache, gives the same result as ``attention`` and avoids compiling a mask for every
-    token."""
+    """Whether ``attention_decode`` on a full cache equals ``attention``, and avoids compiling a mask for every token."""
     return can_decode(q, k) and not (isinstance(mask, BlockMask) or torch.compiler.is_compiling())
 
 

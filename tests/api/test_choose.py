@@ -148,7 +148,7 @@ def test_given_scores_are_taken_and_none_nan_or_minus_infinity_is_kept(some, wit
     ],
 )
 def test_training_warns_once_where_later_keys_decide_although_no_query_sees_them(spec, compiles):
-    api_call._warn_that_later_keys_decide.cache_clear()
+    api_call._warn_of_later_keys.__wrapped__.cache_clear()
     q, k, v = inputs()
     call = torch.compile(sf.attention, backend="eager") if compiles else sf.attention
     message = r"no query sees a later key under .* so training sees the future; write causal & .*"
@@ -160,7 +160,7 @@ def test_training_warns_once_where_later_keys_decide_although_no_query_sees_them
 
 @pytest.mark.filterwarnings("error")
 def test_training_gives_no_warning_under_causal_and_where_queries_see_later_keys():
-    api_call._warn_that_later_keys_decide.cache_clear()
+    api_call._warn_of_later_keys.__wrapped__.cache_clear()
     q, k, v = inputs()
     for spec in (SPEC, EVERYWHERE, *(f"{within} & pooled(keep=1)" for within in ("local(70)", "causal & window(70, 0)"))):
         sf.attention(q.requires_grad_(), k, v, spec)

@@ -322,7 +322,7 @@ def refused_calls() -> list[tuple[str, str]]:
         ("must hold the 1000 tokens of the whole sequence", lambda: plan.shard(q, 2)),
         ("a ContextPlan is no mask: it attends itself; call plan.attention(q, k, v) on every", lambda: sf.attention(q, k, v, plan)),
         ("x must hold the 512 tokens of this rank; got 9", lambda: layer(torch.zeros(1, 9, 16))),
-        ("takes no cache", lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16))),
+        ("no cache", lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16))),
     ]
     return others_than(calls)
 

@@ -22,9 +22,8 @@ def empty_out(q: torch.Tensor, v_head_dim: int, device=None) -> torch.Tensor:
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:
-    """Whether TMA can address a tensor: its last dimension must be contiguous, its base and strides multiples of 16 bytes. A result
-    of the same layout then qualifies too. Joint projections of q, k and v qualify, in either order of tokens and heads, if head
-    dimensions are multiples of 8."""
+    """Whether TMA can address a tensor: its last dimension must be contiguous, its base and strides multiples of 16 bytes, as in
+    joint projections of q, k and v with head dimensions that are multiples of 8."""
     unit = 16 // tensor.element_size()
     *strides, last = tensor.stride()
     pieces = strides[0] | strides[1] | strides[2] | tensor.shape[3]

@@ -29,9 +29,6 @@ class KernelVariant(NamedTuple):
     params: Any = None
     sinks: Any = None
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [] if self is NO_VARIANT else [t for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
-
 
 NO_VARIANT = KernelVariant()
 # SCORED: whether scores are more than scaled products. REACH: the largest distance of rel_bias. SCORE, DERIVATIVE: the user's score
@@ -76,10 +73,9 @@ def kernel_variant(
 def launch_options(config: Config, given: KernelVariant, switches: dict, rows: int) -> dict[str, int]:
     """Triton's options for a kernel of this variant; the config's for plain attention. rows: of a step's products.
 
-    Chosen by compiling for sm_90 (triton 3.6). Eight warps pay only for 128 rows, where they halve each thread's registers: with
-    dropout or the gradient of a bias, four warps spill 130 to 800 bytes for 128 x 64 at head_dim 64. For 64 rows, eight warps
-    repeat work: a step of dK and dV takes twice the instructions, which costs more than spills. A bias with a user's function gets
-    one stage less, as Triton prefetches the bias through shared memory: see ``portable.scores._add_bias``.
+    Chosen by compiling for sm_90 (triton 3.6). With dropout or the gradient of a bias, eight warps pay only for 128 rows, where
+    four spill 130 to 800 bytes; for 64 rows they repeat work. A bias with a user's function gets one stage less, as Triton
+    prefetches the bias through shared memory: see ``portable.scores._add_bias``.
     """
     crowded = rows >= 128 and (given.seed is not None or given.rel_bias_gradient is not None)
     biased = given.rel_bias is not None and switches["SCORE"] is not None

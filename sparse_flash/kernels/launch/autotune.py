@@ -17,15 +17,12 @@ _fastest: dict[str, Config] = {}
 
 
 def tuned_config(kernel, launch, config: Config, block_size: int | None, key, sizes: tuple[int, ...], recording) -> Config:
-    """Returns the fastest of a config and its neighbours, which the first call of a class measures. Without the environment
-    variable, and during the capture of a CUDA graph, returns the config.
+    """Returns the fastest of a config and its neighbours, which the first call of a class measures.
 
     launch, key: of ``run_within_memory``; launches may be repeated. sizes: of the call; sizes between the same powers of two form a
     class. recording: measured launches are removed from it.
     """
-    if os.environ.get("SPARSE_FLASH_AUTOTUNE") != "1":
-        return config
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if os.environ.get("SPARSE_FLASH_AUTOTUNE") != "1" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return config
 
     def run(key, *, num_ctas, **chosen):

@@ -14,12 +14,10 @@ _PATIENCE = 1.0  # seconds; anything faster came from Triton's cache on disk, an
 
 @contextmanager
 def first_call(what: str, key: tuple) -> Iterator[None]:
-    """Wraps the compilation of a kernel for its first launch in this process. what: text for the terminal if it takes long. key:
-    everything that the kernel is compiled for.
+    """Wraps the compilation of a kernel, which is made for ``key``. what: text for the terminal if it takes long.
 
     Another process that compiles the same kernel into the same cache waits, and Triton then reads the result. The launch stays
-    outside: CUDA may load a kernel only after everything that runs on the GPU has ended, and that may be an exchange with another
-    rank, which waits here.
+    outside: CUDA may wait for an exchange with another rank, which waits here, before it loads a kernel.
     """
     said = f"sparse_flash: compiling {what}: once on this machine"
     timer = threading.Timer(_PATIENCE, print, [said], {"file": sys.stderr, "flush": True})
@@ -27,20 +25,14 @@ def first_call(what: str, key: tuple) -> Iterator[None]:
     if sys.stderr.isatty():
         timer.start()
     try:
-        with _lock_across_processes(hashlib.sha256(repr(key).encode()).hexdigest()[:32]):
+        with ExitStack() as locked:
+            with suppress(ImportError, OSError):  # ImportError on Windows; without locks, each process compiles by itself
+                import fcntl
+
+                os.makedirs(knobs.cache.dir, exist_ok=True)
+                name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+                file = locked.enter_context(open(os.path.join(knobs.cache.dir, f"sparse_flash-{name}.lock"), "w"))
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, which also happens when the process ends
             yield
     finally:
         timer.cancel()
-
-
-@contextmanager
-def _lock_across_processes(name: str) -> Iterator[None]:
-    """Locks a file in Triton's cache. If files cannot be locked, each process compiles by itself."""
-    with ExitStack() as locked:
-        with suppress(ImportError, OSError):  # ImportError on Windows
-            import fcntl
-
-            os.makedirs(knobs.cache.dir, exist_ok=True)
-            file = locked.enter_context(open(os.path.join(knobs.cache.dir, f"sparse_flash-{name}.lock"), "w"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, which also happens when the process ends
-        yield

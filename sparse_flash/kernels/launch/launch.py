@@ -25,11 +25,8 @@ NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_ba
 
 @cache
 def can_address_tiles(device: torch.device) -> bool:
-    """Whether the chip can address tiles in hardware, and Triton uses it well. Its interpreter can.
-
-    Compute capability 12.0 could. But there Triton 3.9 does not prefetch such tiles, and the backward kernels at head_dim 128 spill
-    800 to 1,100 bytes, with pointers 0 to 100.
-    """
+    """Whether the chip can address tiles in hardware, and Triton uses it well: on 12.0, Triton 3.9 does not prefetch these, and
+    the backward kernels at head_dim 128 spill 800 to 1,100 bytes, with pointers 0 to 100. Its interpreter can."""
     if device.type != "cuda":
         return True
     return (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
@@ -81,11 +78,6 @@ def loop_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: t
     return (TableTensors(*tensors), batch_stride, head_stride, heads, heads // kv_heads, q_len, kv_len, rows)
 
 
-def length_key(q_len: int) -> tuple[bool, bool]:
-    """The key by which the portable kernels are specialized on q_len: see NOT_SPECIALIZED."""
-    return q_len % 16 == 0, q_len == 1
-
-
 def program_count(table, length: int, tile: int, block_size: int | None) -> int:
     """The number of programs along a table's rows, or along ``length`` tokens if table is None."""
     return triton.cdiv(length, tile) if table is None else table.row_order.shape[1] * (block_size // tile)
@@ -112,11 +104,10 @@ FUSED = {"enable_fp_fusion": True}
 
 
 def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, options: dict, specialized: tuple = ()):
-    """Does ``kernel[grid](*arguments, **constants, **options)``. Repeated launches skip Triton's lookup of the compiled code, which
+    """Does ``kernel[grid](*arguments, **constants, **options)``, repeatedly without Triton's lookup of the compiled code, which
     takes half of the host's time. Returns the compiled kernel, or None under the interpreter.
 
-    arguments: all except compile-time ones, which come last in the kernel's signature and in ``constants``. specialized: what else
-    Triton specializes on.
+    constants: the last parameters, known at compile time. specialized: what else Triton specializes on.
     """
     # A tensor or its descriptor, whose dtype determines the other dtypes.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
@@ -157,9 +148,8 @@ def _tensors_in(arguments: Iterable) -> Iterator[torch.Tensor]:
 def run_within_memory(run: Callable[[Config], None], config: Config, key: Callable[[], tuple]) -> None:
     """Calls run(config); if the config does not fit this GPU's shared memory, with the next one by ``shrink_config`` that does.
 
-    The built-in configs fit with everything that the package adds to scores. But a user's score_mod may load anything, which Triton
-    prefetches through shared memory. How much that takes is known after compilation, before anything runs. key: everything that the
-    kernel is compiled for, except the config; the config that fits is stored.
+    A user's score_mod may load anything, which Triton prefetches through shared memory; how much that takes is known after
+    compilation. key: everything that the kernel is compiled for, except the config; the config that fits is stored.
     """
     wanted = config
     if fitting_configs:
@@ -189,8 +179,8 @@ def _description(kernel, constants: dict) -> str:
 
 
 class Recording:
-    """Makes the launches of one call, and records them for a replay. launches: (compiled, grid, all arguments including
-    compile-time ones). tensors: all except the call's inputs. makers: the functions that make them."""
+    """Makes the launches of one call, and records them: (compiled, grid, all arguments including compile-time ones). tensors: all
+    except the call's inputs. makers: the functions that make them."""
 
     def __init__(self):
         self.launches: list[tuple] = []
@@ -211,8 +201,7 @@ class Recording:
         return tensor
 
     def each_time(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns and records ``make()``, which a replay calls too. make: refers to no tensor, as it would keep the tensor
-        alive."""
+        """Returns and records ``make()``, which a replay calls too. make: refers to no tensor, which it would keep alive."""
         self.tensors.append(make())
         self.makers.append(make)
         return self.tensors[-1]
@@ -224,9 +213,8 @@ def launch_or_repeat(
     """Makes the launches of a call, or replays those of an earlier equal call. Returns the result of ``run``, or the tensors of the
     replay in the order in which ``run`` got them from its ``Recording``.
 
-    launches: of earlier calls; None: the call is never replayed. key: together with ``launches``, everything that the launches
-    depend on except addresses. mask: whose tables the kernels read, or None. inputs: all tensors except the mask's and the
-    recording's. run: makes the launches; instead, it may call its launcher again on copies of the inputs.
+    launches: of earlier calls; None: never replayed. key: with ``launches``, everything that they depend on except addresses.
+    inputs: all tensors except the mask's and the recording's. run: may instead call its launcher again on copies of the inputs.
     """
     has_mask = mask is not None
     if has_mask and mask.selected_from is not None:  # the next such mask has other tables
@@ -246,8 +234,7 @@ def launch_or_repeat(
 
 
 def launch_or_repeat_alike(kernel, mask, key: tuple, inputs: tuple[torch.Tensor, ...], run: Callable[[Recording], Any]):
-    """``launch_or_repeat`` for calls without a record. A call is replayed if its key, the layouts of its inputs and the shapes of
-    its tables equal those of an earlier call. kernel: any kernel of the call."""
+    """``launch_or_repeat`` for calls without a record. kernel: any kernel of the call."""
     chosen = mask is not None and mask.selected_from is not None
     shapes = [t.shape for t in mask.tensors()] if chosen else ()
     key = kernel.fn, *key, *layouts(inputs), *shapes

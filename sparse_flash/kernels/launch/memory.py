@@ -42,11 +42,8 @@ def cached_until_cleared(function: Callable[..., RESULT]) -> Callable[..., RESUL
 
 
 def prepared_under(mask) -> dict[Any, Any]:
-    """Returns the dict of what calls under a mask have prepared; mask None: dense attention. ``keep`` adds to it.
-
-    A mask of blocks chosen on the device is used once, and the next one mostly has tables of the same shapes. So such masks share
-    the dict of the mask that the blocks were chosen from.
-    """
+    """Returns the dict of what calls under a mask have prepared; mask None: dense attention. ``keep`` adds to it. A mask of blocks
+    chosen on the device, which is used once, shares the dict of the mask that the blocks were chosen from."""
     if mask is None:
         return _without_mask
     holder = mask.__dict__.get("selected_from", mask)
@@ -72,8 +69,7 @@ def zeros_of_stream(use: str, count: int, device: torch.device, stream: int) -> 
 
 
 def zeros_of_a_graph(count: int, device: torch.device) -> torch.Tensor:
-    """(count,) int32 zeros for a launch being captured, whose replays may overlap with anything. While the reserve lasts, they were
-    zeroed before the capture, so replays need not do it."""
+    """(count,) int32 zeros for a launch being captured, whose replays may overlap; while the reserve lasts, zeroed before."""
     taken = _taken_by_graphs.get(device, 0)
     if device not in _zeros_of_graphs or taken + count > _MOST_OF_GRAPHS:
         return torch.zeros(count, dtype=torch.int32, device=device)

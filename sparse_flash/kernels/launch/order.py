@@ -22,9 +22,8 @@ def concurrent_heads(row_bytes: int, rows: int, mask, batch_heads: int, group: i
 
     row_bytes: of a row, the mean of both operands of the loop. rows: of an operand. group: query heads of a key head.
     Under documents, and in the backward pass (by_key) if the operands of one key head just fit, a group has at least two key heads.
-    If rows keep a large share of blocks, as causal rows do, it has two to eight batch-heads, so that all programs stay busy in the
-    tail (up to 24 %: docs/performance/kernels.md). With scattered blocks it is limited to the cache, because heads would evict each
-    other's operands.
+    If rows keep a large share of blocks, it has two to eight batch-heads, so that all programs stay busy in the tail (up to 24 %:
+    docs/performance/kernels.md). With scattered blocks, heads would evict each other's operands.
     """
     of_head = 2 * rows * row_bytes
     fitting, units = L2_BYTES // of_head, batch_heads // group

@@ -25,9 +25,8 @@ from .memory import keep
 
 
 def keep_for_replay(launches: dict, key: Any, inputs: tuple, recording, has_mask: bool) -> None:
-    """Stores the launches of a ``Recording`` if they can be replayed. Does so at the second call, as many masks are used only once.
-    has_mask: whether the next call has the same mask. Otherwise every tensor must be an input or the recording's, as a replay does
-    not make others again."""
+    """Stores the launches of a ``Recording`` at the second call, as many masks are used once. has_mask: whether the next call has
+    the same mask. Otherwise every tensor must be an input or the recording's, as a replay makes no others again."""
     if key not in launches:
         keep(launches, key, None)
         return
@@ -52,10 +51,9 @@ def _warn_once(reason: str) -> None:
 def refusal(compiled: CompiledKernel) -> str | None:
     """Why this kernel's launches cannot be replayed below Triton's launcher, or None."""
     meta = compiled.metadata
-    if meta.num_ctas != 1 or meta.launch_cooperative_grid or meta.launch_pdl:
-        return "the kernel asks for clusters, a cooperative grid or a programmatic launch"
-    if meta.global_scratch_size or meta.profile_scratch_size:
-        return "the kernel asks for scratch memory"
+    scratch = meta.global_scratch_size or meta.profile_scratch_size
+    if meta.num_ctas != 1 or meta.launch_cooperative_grid or meta.launch_pdl or scratch:
+        return "the kernel asks for clusters, a cooperative grid, a programmatic launch or scratch memory"
     sizes = parameter_sizes(compiled.asm["ptx"])
     if parameter_types(compiled.src.signature, sizes) is None:
         return f"Triton {triton.__version__} compiles kernels with other parameters than the releases that this was tested with"
@@ -77,27 +75,21 @@ def parameter_sizes(ptx: str) -> list[int]:
 
 
 def parameter_types(of_arguments: dict, sizes: list[int]) -> list[str] | None:
-    """The type of each parameter: Triton's names, and "map" for a tensor map; None if the sizes do not match.
-
-    of_arguments: the signature that the kernel was compiled for.
-    """
-    plain = [kind for kind in _flat_types(tuple(of_arguments.values())) if kind != "constexpr"]
-    types = [part for kind in plain for part in _parts(kind)]
-    types += _SCRATCH
+    """The type of each parameter: Triton's names, and "map" for a tensor map; None if the sizes do not match the signature."""
+    types = [*_types(of_arguments.values()), *_SCRATCH]
     return types if [_size(kind) for kind in types] == sizes else None
 
 
-def _flat_types(of_arguments) -> Iterator[str]:
+def _types(of_arguments) -> Iterator[str]:
+    """Yields the types of parameters. On chips that address tiles in hardware, a descriptor becomes a map, shape and strides."""
     for kind in of_arguments:
-        yield from _flat_types(kind) if isinstance(kind, tuple) else (kind,)
-
-
-def _parts(kind: str) -> list[str]:
-    """The parameters of one argument. On chips that address tiles in hardware, a descriptor becomes a map, shape and strides."""
-    if not kind.startswith("tensordesc"):
-        return [kind]
-    rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
-    return ["map", *["i32"] * rank, *["i64"] * rank]
+        if isinstance(kind, tuple):
+            yield from _types(kind)
+        elif kind.startswith("tensordesc"):
+            rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
+            yield from ("map", *["i32"] * rank, *["i64"] * rank)
+        elif kind != "constexpr":
+            yield kind
 
 
 def _size(kind: str) -> int:
@@ -143,9 +135,8 @@ class _Launch(NamedTuple):
 
 
 class ReplayedCall:
-    """The launches of one call, which ``again`` replays on other tensors. Threads may share it. It stores addresses instead of
-    tensors, as it outlives the recorded call. launches, made, makers: see ``Recording``.
-    """
+    """The launches of one call, which ``again`` replays on other tensors. Threads may share it. It stores addresses, as it outlives
+    the recorded call. launches, made, makers: see ``Recording``."""
 
     def __init__(self, launches: list, inputs: tuple, made: list, makers: list):
         self.makers = makers
@@ -290,8 +281,7 @@ def _driver_version() -> int:
 
 
 def ensure_context(device: int | None) -> None:
-    """Sets PyTorch's context in a thread that has not used the GPU yet, such as autograd's: Triton encodes tensor maps before it
-    sets a context. device: the GPU's index; None for a CPU, which has no context."""
+    """Sets PyTorch's context in a thread that has not used this GPU yet, such as autograd's: Triton encodes tensor maps before."""
     if device is None or hasattr(_this_thread, "entered") or not _driver():
         return
     context = ctypes.c_void_p()

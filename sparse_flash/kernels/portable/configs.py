@@ -53,8 +53,7 @@ class Gpu(NamedTuple):
 
     @property
     def has_large_memory(self) -> bool:
-        """Whether programs have the shared memory of 9.0, 10.x and 11.0, whose products read operands from it. Other chips read
-        operands only from registers (mma.sync)."""
+        """Whether programs have the shared memory of 9.0, 10.x and 11.0; products of other chips read registers (mma.sync)."""
         return self.shared >= _LARGE_KIB * 1024
 
     def config(self, kernel: str, dtype: torch.dtype, dim: int) -> Config:
@@ -114,11 +113,7 @@ def builtin_config(
 
 
 def _useful_warps(kernel: str, tile_m: int, tile_n: int, dim: int) -> int:
-    """How many warps a tile takes: more would idle or repeat products, and fewer would spill. dim: padded.
-
-    Measured for blocks of 16 and 32: docs/performance/kernels.md. The forward pass is fastest with two warps also at head_dim 256,
-    although they spill 400 bytes a thread.
-    """
+    """How many warps a tile takes, measured for blocks of 16 and 32: docs/performance/kernels.md. dim: padded."""
     columns = 64 if kernel == "forward" else max(64, dim)
     return max(1, min(8, tile_m * tile_n * columns // 2**15))
 
@@ -126,10 +121,9 @@ def _useful_warps(kernel: str, tile_m: int, tile_n: int, dim: int) -> int:
 def adapt_to_variant(config: Config, kernel: str, chip: Gpu, given: KernelVariant, switches: dict, dim: int) -> Config:
     """The config for a variant of a kernel. kernel: one of KERNELS. dim: padded.
 
-    dQ: a bias with a user's function takes 262 KB for 128 queries at head_dim 128, more than any chip has. Half the queries take
-    164 to 172 KB, and with the same warps spill half as much as with four. Lengths: if products read operands from registers, four
-    warps spill 200 to 1,600 bytes a thread at head_dim 128, and eight at most 100. dK and dV on Hopper in blocks of 32 at head_dim
-    256 spill 2,200 and 16.
+    dQ: a bias with a user's function takes 262 KB for 128 queries at head_dim 128, more than any chip has. Lengths: if products
+    read operands from registers, four warps spill 200 to 1,600 bytes a thread at head_dim 128, and eight at most 100. dK and dV on
+    Hopper in blocks of 32 at head_dim 256 spill 2,200 and 16.
     """
     biased = given.rel_bias is not None and switches["SCORE"] is not None
     if kernel == "grad_q" and biased and dim >= 128 and config.tile_m * config.tile_n > 64 * 64:
@@ -152,8 +146,8 @@ def decode_config(
     e4m3: bool = False,
     alike: bool = False,
 ) -> Config:
-    """The config for few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's
-    block. e4m3: of the cache. alike: whether the keys of a step of 128 then share a scale."""
+    """The config for few queries and many keys. rows: of stacked queries. e4m3: of the cache. alike: whether its 128 keys share a
+    scale."""
     dim = padded_head_dim(max(head_dim, v_head_dim or 0))
     config = chip.config("decode", dtype, dim)
     # From 64 rows on, products read shared memory on Hopper. Triton 3.6's assembler gets the second of two products with the same
@@ -169,8 +163,7 @@ def decode_config(
 
 
 def combined_at_a_time(rows: int, dim: int) -> int:
-    """How many splits of this many rows a program holds at once. Their loads overlap, and must fit in registers together with their
-    sum. At most 32, as their code is unrolled: at head_dim 16, 32 compile in 4 s, 128 in 65 s."""
+    """How many splits of this many rows fit in a program's registers. Unrolled: at head_dim 16, 32 compile in 4 s, 128 in 65 s."""
     return max(1, min(32, 4096 // (rows * dim)))
 
 
@@ -181,6 +174,5 @@ ONE_LAUNCH_TOKENS = 128
 
 
 def takes_one_launch(tokens: int, multiprocessors: int) -> bool:
-    """Whether both backward passes share a launch, with the config of dK and dV. tokens: batch * (heads * q_len + kv_heads *
-    kv_len)."""
+    """Whether both backward passes share a launch, with the config of dK and dV. tokens: of queries and keys of all heads."""
     return tokens <= ONE_LAUNCH_TOKENS * multiprocessors

@@ -541,14 +541,10 @@ def attention_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
-    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, tokens, head_dim); with block_table, (batch, pages of a sequence)
-    int32, they are (pages, kv_heads, page_size, head_dim), page_size a power of two; v may have another head_dim. All have a
-    contiguous last dimension. k_scale, v_scale: scales of e4m3 k and v, float32 of k's shape without head_dim, with equal strides:
-    over tokens 1, or 0 if all tokens of a head and page or batch entry share a scale.
-    kv_lens: (batch,) int32, or None: all tokens. kv_starts: (batch,) int32, or None: each sequence's first token, from which
-    positions count. sinks: (heads,) or None. at_end: the queries are the last of each sequence, and mask is None or square and
-    covers its tokens; causal: without a mask, no query then sees a later key. Without at_end, the mask's rows are the queries,
-    without lengths and pages. splits: programs that share a tile's keys; by default enough to fill the GPU.
+    q, k, v, kv_lens, block_table, k_scale, v_scale, kv_starts: as for ``decode`` in ``core.backends``, with a contiguous last
+    dimension. sinks: (heads,) or None. at_end: the queries are the last of each sequence, and mask is None or square and covers its
+    tokens; causal: without a mask, no query then sees a later key. Without at_end, the mask's rows are the queries, without lengths
+    and pages. splits: programs that share a tile's keys; by default enough to fill the GPU.
     """
     optional = kv_lens, kv_starts, block_table, k_scale, v_scale, sinks
     inputs = [t for t in (q, k, v, *optional) if t is not None]
@@ -671,11 +667,10 @@ def _plan(
 
 
 def _choose_splits(tiles: int, tokens: int, table, tile_n: int, device: torch.device) -> int:
-    """How many programs share a tile's keys: two per multiprocessor in total, each with at least one step. The host knows only the
-    number of all entries; a row near the end of a triangle has twice the mean row's blocks."""
+    """How many programs share a tile's keys: two per multiprocessor in total, each with at least one step."""
     if table is None:
         steps = -(-tokens // tile_n)
     else:
-        block_size, masks, rows, entries = table
+        block_size, masks, rows, entries = table  # a row near the end of a triangle has twice the mean row's blocks
         steps = -(-2 * entries // (masks * rows)) * (block_size // tile_n)
     return max(1, min(2 * multiprocessors(device) // tiles, steps))

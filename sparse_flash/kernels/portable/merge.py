@@ -87,10 +87,8 @@ def move_kernel(
 
 
 def merge_results(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Merges results of the same queries over other keys into out and lse, in place. A query whose part_lse is -inf keeps its bits.
-
-    out, part_out: (batch, heads, tokens, head_dim). lse, part_lse: (batch, heads, tokens), float64 for float64, else float32.
-    """
+    """Merges results of the same queries over other keys into out and lse, in place. A query whose part_lse is -inf keeps its
+    bits."""
     _launch(merge_kernel, [out, part_out, lse, part_lse], out.shape[2], _MOST_TOKENS, [])
 
 

@@ -9,7 +9,7 @@ from ..common.config import Config
 from ..common.tiles import LOG2_E
 from ..common.variant import launch_options
 from ..launch.autotune import tuned_config
-from ..launch.launch import Recording, descriptor_or_rows, length_key, loop_arguments, program_count, run_within_memory
+from ..launch.launch import Recording, descriptor_or_rows, loop_arguments, program_count, run_within_memory
 from ..launch.order import concurrent_grid_heads
 from .configs import adapt_to_variant, builtin_config, detect_gpu
 from .row_loop import LoopShape
@@ -54,7 +54,7 @@ class Passes(NamedTuple):
             shape = LoopShape(*of_tiles, self.mask is not None, switches["SCORED"], switches["REACH"], self.has_dlse)
             constants = {"SHAPE": Constants(shape), "SCORE": switches["SCORE"], "DERIVATIVE": switches["DERIVATIVE"]}
             prepared = grid, arguments, constants, launch_options(config, given, switches, rows)
-            self.recording.launch(kernel, prepared, (*length_key(q.shape[2]), *kinds))
+            self.recording.launch(kernel, prepared, (q.shape[2] % 16 == 0, q.shape[2] == 1, *kinds))
 
         def key() -> tuple:
             facts = q.device, q.dtype, self.dim, self.dim_v, block_size, kinds, *switches.values()

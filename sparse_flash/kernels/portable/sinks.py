@@ -47,9 +47,7 @@ def sum_shares_kernel(
 def sum_shares(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """(batch, heads, chunks) float32: minus the weight of each head's sink times (dout . out - dlse), summed over some queries.
-
-    dout, out: (batch, heads, q_len, head_dim). dlse, lse: (batch, heads, q_len) float32. sinks: (heads,)."""
+    """(batch, heads, chunks) float32: minus the weight of each head's sink times (dout . out - dlse), summed over some queries."""
     dout, out = map(as_addressable, (dout, out))
     inputs = dout, out, lse, sinks, *(() if dlse is None else (dlse.contiguous(),))
     return launch_or_repeat_alike(sum_shares_kernel, None, (len(inputs),), inputs, partial(_run, inputs))[0]
