@@ -44,8 +44,7 @@ class PackedDocuments(NamedTuple):
 
 
 def read_sizes(queries: PackedDocuments, keys: PackedDocuments | None) -> tuple[PackedDocuments, PackedDocuments]:
-    """The documents of queries and of keys with plain numbers: a compiled graph holds the table of one long document. keys: None
-    for those of the queries."""
+    """The documents of queries and of keys, None for the same, with plain numbers: a graph holds the table of one long document."""
     q_side, k_side = (
         PackedDocuments(side.cu_seqlens, index(side.tokens), index(side.longest)) for side in (queries, keys or queries)
     )

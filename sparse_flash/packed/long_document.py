@@ -78,11 +78,8 @@ class LongDocument:
 
 
 class LongRuns:
-    """The runs of keys of a long document.
-
-    constants: first and stop of each query, (2, queries) int32; mask_index and tile_bits of a mask without bit tiles. longest: keys
-    of a run.
-    """
+    """The runs of keys of a long document. constants: first and stop of each query, (2, queries) int32; mask_index and tile_bits of
+    a mask without bit tiles. longest: keys of a run."""
 
     def __init__(self, first: np.ndarray, stop: np.ndarray, square: bool, device):
         self._square = square

@@ -50,8 +50,7 @@ def read_to_end(caches: tuple[torch.Tensor, ...], table: torch.Tensor, lens: tor
 
 
 def write(cache: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, table: torch.Tensor) -> None:
-    """Writes tokens (documents, n, heads, head_dim) to their positions. Tokens past the capacity are dropped: they write the same
-    as the first one; if that is past the end too, it rewrites the old contents."""
+    """Writes tokens (documents, n, heads, head_dim) to their positions. Those past the capacity write what the first one writes."""
     capacity = table.shape[1] * cache.shape[1]
     fits = position < capacity
     position = torch.where(fits, position, torch.where(fits[:, :1], position[:, :1], capacity - 1))

@@ -41,10 +41,7 @@ class BlockAttention:
 
 class HeadAttention:
     """Exchanges tokens for heads, attends all tokens of the rank's heads, and exchanges back: the strategy "heads". Each rank owns
-    one piece of the sequence, so all padding follows the last token.
-
-    mask: of the whole sequence, for the rank's heads.
-    """
+    one piece of the sequence, so all padding follows the last token. mask: of the whole sequence, for the rank's heads."""
 
     def __init__(self, mask: BlockMask, shards: TokenShards):
         self._mask, self._handle = mask.to(shards.device), make_handle(shards.group)
@@ -54,8 +51,7 @@ class HeadAttention:
     def attend(
         self, qkv: list[torch.Tensor], select: Select | None, sinks: torch.Tensor | None, return_lse: bool, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns as ``BlockAttention.attend``; lse only if asked, as it takes an exchange. qkv: q, k and v of the rank's tokens.
-        select: replaces the mask. options: scale, deterministic and backend of ``attention``."""
+        """Returns as ``BlockAttention.attend``; lse only if asked, as it takes an exchange. select: replaces the mask."""
         q, k, v = (t[:, :, : self._q_len] for t in self.exchange_tokens_for_heads(qkv))
         if sinks is not None:
             options["sinks"] = torch.unflatten(sinks, 0, (self._ranks, -1))[self._rank]
@@ -67,8 +63,7 @@ class HeadAttention:
         return out, self.exchange_heads_for_tokens(lse[..., None])[..., 0] if return_lse else None
 
     def exchange_tokens_for_heads(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Exchanges tensors of (batch, heads, tokens, size) for (batch, heads of a rank, tokens of all ranks, size). Tensors of one
-        size are exchanged at once."""
+        """Exchanges tensors of (batch, heads, tokens, size) for (batch, heads of a rank, tokens of all ranks, size)."""
         if len({t.shape[3] for t in tensors}) > 1:
             return [self.exchange_tokens_for_heads([t])[0] for t in tensors]
         # (ranks, tokens, batch, heads of a rank, size) each, so that tokens that arrive follow each other.

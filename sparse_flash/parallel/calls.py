@@ -25,8 +25,7 @@ _Keys = tuple[torch.Tensor, torch.Tensor, object]  # k, v, table
 
 
 class PartialAttention(NamedTuple):
-    """Attends a rank's rows to some columns, by a back end. Its fields are the last arguments of the operators of both passes, in
-    their order. handle: of a Route. scale: None for 1 / sqrt(head_dim)."""
+    """Attends a rank's rows to some columns, by a back end. Its fields are the last arguments of both operators. handle: Route."""
 
     handle: torch.Tensor
     scale: float | None
@@ -47,8 +46,7 @@ class PartialAttention(NamedTuple):
     def backward_in_two_calls(
         self, rows: QueryRows, own: _KeyValues, fetched: torch.Tensor, calls: TwoCalls, message: Message
     ) -> tuple[Gradients, PendingExchange]:
-        """Returns ((dq, dk, dv) of the rank's tokens, the gradients of the blocks that the rank sent, on their way). The call on
-        own columns overlaps their exchange. own: k and v. message: for the gradients of fetched blocks."""
+        """Returns ((dq, dk, dv) of the rank's tokens, the gradients of the blocks that it sent, on their way, meanwhile)."""
         head_dim = rows.q.shape[3]
         others = unpack(fetched, head_dim)
         joined = self.join_calls(rows, own, others, calls)

@@ -29,11 +29,10 @@ _BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor b
 def attend_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attends the rank's queries to its own keys and to fetched keys. Returns (out, lse, the fetched blocks), the first two
-    differentiable in q, k and v.
+    """Attends the rank's queries to its own keys and to fetched keys. Returns (out, lse, the fetched blocks).
 
-    q, k, v: of the rank's tokens, whole blocks. columns: a tensor with an element for each fetched block, at least two. Its length
-    tells the compiler their number as a dynamic shape. given: the fields of a PartialAttention, whose route is of block_size.
+    columns: an element for each fetched block, at least two: their number as a dynamic shape. given: the fields of a
+    PartialAttention, whose route is of block_size.
     """
     run = PartialAttention(*given)
     route: Route = record_of(run.handle)
@@ -107,8 +106,7 @@ _backward.register_autograd(refuse_second_derivatives)
 
 @torch.library.custom_op(operator_name("all_to_all"), mutates_args=())
 def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Exchanges parts: part i of rank j becomes part j of rank i. Its own gradient. parts: (ranks, ...), of one shape. handle: of
-    the process group."""
+    """Exchanges parts, (ranks, ...): part i of rank j becomes part j of rank i. handle: of the process group."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=record_of(handle))

@@ -48,10 +48,8 @@ def take_mask(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
 
 @dataclass(frozen=True, eq=False)
 class TwoCalls:
-    """Describes a pass in two calls, one of which overlaps the exchange.
-
-    near: the mask of the rank's block rows and its own block columns. far: of these rows and the blocks that it gets, if any.
-    """
+    """Describes a pass in two calls, one of which overlaps the exchange. near: the mask of the rank's block rows and its own block
+    columns. far: of these rows and the blocks that it gets, if any."""
 
     near: BlockMask
     far: BlockMask | None
@@ -94,15 +92,13 @@ class Route:
     def to(self, device: torch.device, group: dist.ProcessGroup, memory: PeerMemory | None) -> Route:
         names = "forward", "backward", "sent_blocks", "message_blocks", "gradient_targets"
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        first, positions = self.gradient_sources or (None, None)
-        if first is not None and positions is not None:
-            moved["gradient_sources"] = first.to(device), positions.to(device)
+        if self.gradient_sources is not None:
+            moved["gradient_sources"] = tuple(one.to(device) for one in self.gradient_sources)
         return replace(self, **moved, group=group, memory=memory)
 
     @classmethod
     def from_assignment(cls, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes) -> Route:
-        """Returns a rank's exchange on the CPU, where the mask is. overlap: None takes one call or two, for each pass, by the
-        estimate for the slowest rank, so all ranks make equally many calls."""
+        """Returns a rank's exchange, on the CPU. overlap: None decides for each pass by the estimate for the slowest rank."""
         mask = assignment.visits.mask
         outgoing = [assignment.outgoing(source) for source in range(assignment.ranks)]
         sent, wanted = outgoing[rank]
@@ -118,10 +114,8 @@ class Route:
         index[own[own >= 0]] = np.flatnonzero(own >= 0)
         sent_blocks = index[np.concatenate([sent[of_rank] for of_rank in wanted])]
         targets, counts = np.unique(sent_blocks, return_counts=True)
-        sources = None
-        if len(targets) == len(sent_blocks):
-            targets = sent_blocks
-        else:
+        targets, sources = (sent_blocks if len(targets) == len(sent_blocks) else targets), None
+        if len(targets) < len(sent_blocks):
             first, positions = np.append(0, counts.cumsum()), np.argsort(sent_blocks, kind="stable")
             sources = torch.from_numpy(first), torch.from_numpy(positions)
         return cls(

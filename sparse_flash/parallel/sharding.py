@@ -25,11 +25,8 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 @dataclass(eq=False, repr=False)
 class TokenShards:
-    """Holds one rank's tokens of a sequence. Every rank has equally many; some have padding at their end.
-
-    q_len: tokens of the sequence. all_positions: (ranks, tokens) int64 on the host, of the tokens in the sequence, -1 for padding.
-    cu_seqlens: where documents start. group: the ranks. device: of the tensors.
-    """
+    """Holds one rank's tokens of a sequence of q_len. Every rank has equally many; some have padding at their end. all_positions:
+    (ranks, tokens) int64 on the host, of the tokens in the sequence, -1 for padding. cu_seqlens: where documents start."""
 
     q_len: int
     all_positions: np.ndarray

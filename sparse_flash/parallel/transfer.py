@@ -20,16 +20,14 @@ _START_CYCLES = 20_000  # cycles, about 11 us, in which an exchange's kernel sta
 
 
 class PendingExchange(NamedTuple):
-    """Holds the tensor that an exchange fills and, until it is done, the message that it reads. work: its ``wait`` makes the
-    current stream wait; None if nothing is left to wait for."""
+    """Holds the tensor that an exchange fills and, until it is done, the message that it reads. work: None once it is done."""
 
     received: torch.Tensor
     message: torch.Tensor | None = None
     work: Any = None
 
     def wait_for_start(self) -> None:
-        """Idles the current stream until the exchange's kernel has started. That kernel starts on another stream, a few us after
-        its inputs are ready. If kernels that take all multiprocessors came first, the exchange would start only when they end."""
+        """Idles the current stream until the exchange's kernel has started, before kernels that take all multiprocessors do."""
         if self.work is not None and self.received.is_cuda:
             sleep_cycles(_START_CYCLES)
 
@@ -41,11 +39,8 @@ class PendingExchange(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Holds the pieces that this rank sends next. Fill ``pieces``, then ``send`` them.
-
-    pieces: (sent pieces, *piece), contiguous. memory: holds the pieces where all ranks read them, each once; None if the process
-    group moves them. All ranks have it, or none has.
-    """
+    """Holds the pieces that this rank sends next, (sent pieces, *piece), contiguous. memory: holds the pieces where all ranks read
+    them, each once; None if the process group moves them. All ranks have it, or none has."""
 
     pieces: torch.Tensor
     traffic: Traffic
@@ -88,13 +83,8 @@ def split_packed(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, tor
     return packed[..., :head_dim], packed[..., head_dim:]
 
 
-def as_blocks(x: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Returns x, (batch, heads, tokens, size), viewed as (blocks, block, batch, heads, size)."""
-    return x.unflatten(2, (-1, block_size)).permute(2, 3, 0, 1, 4)
-
-
 def as_tokens(blocks: torch.Tensor) -> torch.Tensor:
-    """Reverses ``as_blocks``, also as a view."""
+    """Returns (blocks, block, batch, heads, size) viewed as (batch, heads, tokens, size)."""
     return blocks.flatten(0, 1).permute(1, 2, 0, 3)
 
 
@@ -108,7 +98,7 @@ def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, blocks: torch.T
             with current_device(k.device):
                 copy_rows(tensor, as_tokens(half), blocks, block_size)
         else:
-            mine = as_blocks(tensor, block_size)
+            mine = tensor.unflatten(2, (-1, block_size)).permute(2, 3, 0, 1, 4)
             half.copy_(mine if blocks is None else mine.index_select(0, blocks))
 
 

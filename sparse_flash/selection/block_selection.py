@@ -126,8 +126,7 @@ class BlockSelection:
         return replace(self, picks=self.picks.to(device), always=self.always and self.always.to(device))
 
     def select(self, head: int = 0, batch: int = 0) -> BlockSelection:
-        """The selection of one head of one batch entry, as a separate selection. head: among the heads that pick. Raises TypeError
-        or IndexError for a head or batch entry that does not exist, as ``kept_keys`` and ``kept_pairs`` do."""
+        """The selection of one head, among those that pick, of one batch entry. Raises TypeError or IndexError for others."""
         return replace(self, picks=self._picks_of(head, batch)[None, None])
 
     def _picks_of(self, head: int, batch: int) -> torch.Tensor:
@@ -135,33 +134,20 @@ class BlockSelection:
         return self.picks[check_index("batch", batch, self.batch), check_index("head", head, self.heads)]
 
     def to_dense(self) -> torch.Tensor:
-        """True where a pair is kept: (batch, kv_heads | heads, q_len, kv_len) bool.
-
-        Takes q_len x kv_len bytes per head: for inspecting short selections and for tests.
-        """
-        return torch.cat([kept for _, kept in self._iter_kept(self.picks, 0, self.q_len)], -2)
+        """True where a pair is kept: (batch, kv_heads | heads, q_len, kv_len) bool. For short selections."""
+        return torch.cat(list(self._iter_kept(self.picks, 0, self.q_len)), -2)
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
         query = check_index("query", query, self.q_len)
-        return next(self._iter_kept(self._picks_of(head, batch), query, query + 1))[1][0].cpu()
+        return next(self._iter_kept(self._picks_of(head, batch), query, query + 1))[0].cpu()
 
-    def kept_pairs(self, head: int = 0, batch: int = 0, unit: int | None = None) -> np.ndarray:
-        """How many pairs one head keeps, in each cell of unit x unit tokens: (rows, cols) int64; one cell for all by default.
+    def kept_pairs(self, head: int = 0, batch: int = 0) -> int:
+        """How many pairs one head keeps, in time in proportion to q_len x kv_len and bounded memory."""
+        return sum(int(kept.sum()) for kept in self._iter_kept(self._picks_of(head, batch), 0, self.q_len))
 
-        Counts them on the selection's device, in time in proportion to q_len x kv_len and bounded memory.
-        """
-        unit = max(self.q_len, self.kv_len) if unit is None else unit
-        picks, cols = self._picks_of(head, batch), -(-self.kv_len // unit)
-        counts = torch.zeros(-(-self.q_len // unit), cols, dtype=torch.int64, device=self.device)
-        for low, kept in self._iter_kept(picks, 0, self.q_len):
-            by_cell = torch.nn.functional.pad(kept, (0, cols * unit - self.kv_len)).unflatten(1, (cols, unit)).sum(2)
-            counts.index_add_(0, torch.arange(low, low + len(kept), device=self.device) // unit, by_cell)
-        return counts.cpu().numpy()
-
-    def _iter_kept(self, picks: torch.Tensor, first: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(low, where queries from ``low`` on keep a pair: (.., queries, kv_len) bool), for queries first .. stop - 1, some at a
-        time. picks: (.., q_len, n)."""
+    def _iter_kept(self, picks: torch.Tensor, first: int, stop: int) -> Iterator[torch.Tensor]:
+        """Where queries first .. stop - 1 keep a pair, some at a time: (.., queries, kv_len) bool. picks: (.., q_len, n)."""
         always = None if self.always is None else rows_of_table(self.always)
         step = max(1, _CHUNK // (self.kv_len * max(1, picks.shape[:-2].numel())))
         for low in range(first, stop, step):
@@ -171,7 +157,7 @@ class BlockSelection:
             query, key = torch.arange(low, low + some.shape[-2], device=self.device), torch.arange(self.kv_len, device=self.device)
             kept = picked[..., key // self.block_size]
             kept = kept if always is None else kept | always(low, low + len(query)).to(self.device)
-            yield low, kept & (key <= query[:, None] + self.offset)
+            yield kept & (key <= query[:, None] + self.offset)
 
     def __repr__(self) -> str:
         always = "" if self.always is None else f"always={self.always}, "
@@ -198,8 +184,7 @@ def rows_of_table(mask: BlockMask) -> Callable[[int, int], torch.Tensor]:
 
 def count_selected_pairs(selection: BlockSelection, heads: int) -> int:
     """How many pairs a selection keeps, over batch and query heads."""
-    entries, picking = range(selection.batch), range(selection.heads)
-    kept = sum(int(selection.kept_pairs(head, batch).sum()) for batch in entries for head in picking)
+    kept = sum(selection.kept_pairs(head, batch) for batch in range(selection.batch) for head in range(selection.heads))
     return kept * (heads // selection.heads)
 
 
@@ -221,11 +206,7 @@ def order_picks(picks: torch.Tensor) -> torch.Tensor:
 # An operator, so that activation checkpointing can keep its result.
 @torch.library.custom_op(operator_name("normalized_picks"), mutates_args=())
 def normalize_picks(picks: torch.Tensor, block_size: int, kv_len: int, own: bool) -> torch.Tensor:
-    """Picks in the format of ``BlockSelection``: int32, ascending, each once, with each query's own block if ``own``; blocks that
-    begin after the query are dropped. Tensor operations of fixed shapes.
-
-    picks: (batch, heads, q_len, n) int32 or int64 -> (batch, heads, q_len, n, and 1 more if own).
-    """
+    """Picks of ``BlockSelection.from_picks`` in its format, by operations of fixed shapes: (batch, heads, q_len, n + own) int32."""
     position = torch.arange(picks.shape[2], device=picks.device)[:, None] + (kv_len - picks.shape[2])
     if own:
         block = position.div(block_size, rounding_mode="floor")

@@ -1,5 +1,4 @@
-"""``topk_blocks`` for each query: selections by queries and keys, by compressed keys or by given scores, of one sequence or of
-packed documents."""
+"""``topk_blocks`` for each query: by queries and keys, compressed keys or given scores, of one sequence or packed documents."""
 
 from __future__ import annotations
 
@@ -47,7 +46,6 @@ class QueryChoice:
         return select_by_query(*check_q_and_k(q, k), self)
 
     def heads(self, q: torch.Tensor, k: torch.Tensor) -> int:
-        """How many pick."""
         return k.shape[1] if self.share_group else q.shape[1]
 
     def selection(self, picks: torch.Tensor, q_len: int, kv_len: int) -> BlockSelection:
