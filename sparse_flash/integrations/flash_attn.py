@@ -7,10 +7,9 @@ package's: the last query is aligned with the last key, and a window includes bo
 its spec text (except in varlen calls, also a BlockMask), and ``backend``, as in ``sparse_flash.attention``. A pair is kept if mask,
 causal and window all keep it.
 
-Differences: a query that keeps nothing has lse -inf, not inf. ``S_dmask``, the matrix of weights with dropout's signs, is never
-formed: ``return_attn_probs`` returns None instead, and is refused with dropout. ``num_splits`` has no effect, as the kernel
-chooses. Tensors in e4m3 and rotary embedding are refused. Calls do not synchronize with the GPU, so lengths cannot be checked
-there: tokens past the capacity of a cache are dropped. On a CPU they raise ValueError.
+Differences: a query that keeps nothing has lse -inf, not inf. ``return_attn_probs`` returns None for ``S_dmask``, and is refused
+with dropout. ``num_splits`` has no effect. Tensors in e4m3 and rotary embedding are refused. Tokens past the capacity of a cache
+are dropped on a GPU, and raise ValueError on a CPU.
 
 Source: flash_attn.flash_attn_interface (https://github.com/Dao-AILab/flash-attention), version 2.8.
 """

@@ -1,5 +1,4 @@
-"""Checks, printed layers, and the record of which pairs layers keep and why a layer ran dense, for the adapters of all
-libraries. This module knows no library's models."""
+"""Checks, printed layers, and the record of what layers keep, for the adapters of all libraries. Knows no library's models."""
 
 from __future__ import annotations
 

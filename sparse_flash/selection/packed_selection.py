@@ -59,7 +59,7 @@ class PackedSelection:
         picked = (self.picks[..., None] == block).any(2)
         if self.always is not None:
             table = compile_mask(without_later_keys(self.always), self.longest, device=self.picks.device)
-            picked |= table.to_dense()[..., place.within[:, None], place.within].flatten(0, -3)
+            picked |= table.to_dense()[..., place.within[:, None], place.within]
         alike = (place.document == place.document[:, None]) & (place.within <= place.within[:, None])
         return picked & alike & place.exists & place.exists[:, None]
 

@@ -182,7 +182,9 @@ def _backward_workspace(
     dim, dim_v = (padded_head_dim(t.shape[3]) for t in (k, v))
     keys = gathering.keys_per_part(q, v, sizes)
     steps = sizes.block // keys
-    rounds = division.plan_backward(sizes, dim, dim_v, q.element_size(), keys)
+    # At most half as many pieces again as there are key blocks: see ``division.backward_piece_size``.
+    of_keys = sizes.key_blocks * sizes.block * (dim + dim_v) * 6
+    rounds = division.plan_rounds(sizes, steps * sizes.members * dim * q.element_size(), of_keys)
     heads, entries, most = rounds[0].heads, division.count_entries(sizes, rounds), division.backward_piece_size(sizes, rounds)
     parts = q.new_empty(entries, steps, sizes.members, dim)
     pieces = None if always is None else lists.always_pieces(always, sizes.heads // sizes.kv_heads)
