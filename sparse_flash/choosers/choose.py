@@ -125,9 +125,7 @@ def _choose_maps(
     content = Content(q, k, grid, is_causal(choices[0].within), scale, scores, *ends)
     if scores is not None:
         if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
-            raise ValueError(
-                "scores= needs the chooser scored, which is not in the expression; write scored(keep=8), or leave scores= out"
-            )
+            raise ValueError("scores= needs the chooser scored, which is not in the expression; write scored(keep=8)")
         _check_scores(scores, "scores", content)
     if len(set(choices)) == 1:
         return _apply_choice(choices[0], content)

@@ -14,8 +14,8 @@ Differences: all calls have gradients, also with ``exact_streaming``, and the he
 query that keeps nothing, or past the last document, has out 0 and lse -inf. ``return_attn_probs`` returns None for ``S_dmask``, and
 is refused with dropout. ``exact_streaming`` is refused with block-sparse heads.
 
-Costs: ``cu_seqlens_q``, ``cu_seqlens_k``, ``head_mask_type`` and ``streaming_info`` are read on the host. A call waits for the
-GPU unless they are on the CPU. Neighbouring documents of equal lengths are one call of ``attention``; others are one call each.
+``cu_seqlens_q``, ``cu_seqlens_k``, ``head_mask_type`` and ``streaming_info`` are read on the host: put them on the CPU, or a call
+waits for the GPU. Neighbouring documents of equal lengths are one call of ``attention``; others are one call each.
 
 Source: https://github.com/mit-han-lab/Block-Sparse-Attention, commit 49d6c39e4dc0303442cda3bb758b3925d4399c49, BSD 3-Clause: its
 README, block_sparse_attn_interface.py, and the reference of its tests.

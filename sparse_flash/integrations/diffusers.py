@@ -5,8 +5,7 @@
     use_sparse_flash(pipe.transformer, "tile_window(layout, (3, 3, 3))")
 
 The processor of each layer is replaced by one that runs the model's own and computes the ``scaled_dot_product_attention`` in it
-here. Hooks on the modules before and after the blocks reorder tokens once for all layers; in CogVideoX, and in HunyuanVideo with
-``token_replace``, each layer reorders queries, keys and values instead.
+here. Hooks around the blocks reorder tokens once for all layers; CogVideoX, and HunyuanVideo with ``token_replace``, do in each.
 
 Source: https://huggingface.co/docs/diffusers/api/attnprocessor (diffusers 0.42).
 """
@@ -136,17 +135,15 @@ def use_sparse_flash(
     layout: "auto" takes the tile that ``VideoLayout.of`` proposes for the grid of the inputs. Or a tile, (frames, height, width) in
     tokens, or a function from the grid to a VideoLayout.
     dense_steps: the numbers of the steps of a sampling loop in which the model runs unchanged, or how many of the first ones. A
-    step is a run of calls with one timestep, so guidance with two calls a step counts one. Counting starts again when the
-    timestep is the loop's first one, or changes in the other direction. Each transformer counts its own calls. The
-    timestep is read, which waits for the GPU. Training refuses dense_steps.
+    step is a run of calls with one timestep, which is read, so each call waits for the GPU. Counting starts again when the timestep
+    is the loop's first one, or changes in the other direction. Training refuses dense_steps.
     dense_layers: the numbers of layers that keep all pairs; HunyuanVideo counts its single blocks after the others.
     precision: "fp8" computes in e4m3, without gradients: see ``sparse_flash.attention``. Masks for padded text are refused then.
 
     Tables have blocks of one tile, and of 64 tokens for smaller tiles; a chooser has its own ``block``. Masks for padded text
     (HunyuanVideo) become ``kv_lens``; other masks of attention are refused. Gradient checkpointing works; call backward before the
-    next forward call. If a cache of diffusers is enabled, dense steps keep all pairs in the order of tiles, because caches hold
-    tokens in one order. Switch between two videos, when caches are empty. Raises ValueError for models that are not known, for
-    context parallelism and for arguments that do not fit.
+    next forward call. With a cache of diffusers, dense steps keep all pairs in the order of tiles, and models are switched between
+    two videos. Raises ValueError for models that are not known, for context parallelism and for arguments that do not fit.
     """
     model, parts = _find_model(transformer)
     layers = [getattr(block, attn) for blocks, attn in parts.layers for block in getattr(model, blocks)]
@@ -313,10 +310,7 @@ class _Run:
         if not self.is_in_place():
             raise ValueError("the model's attention processors were replaced; call use_sparse_flash again")
         if getattr(getattr(model, "_parallel_config", None), "context_parallel_config", None) is not None:
-            raise ValueError(
-                "the model must not be under context parallelism, which divides its tokens and computes attention by itself; leave "
-                "enable_parallelism out, or call restore(transformer)"
-            )
+            raise ValueError("the model must not be under context parallelism; leave enable_parallelism out, or call restore()")
         given = {**dict(zip(self.names, args)), **kwargs}
         self.keeps_all = False
         if self.dense_steps:

@@ -176,9 +176,8 @@ def flash_attn_with_kvcache(
     Returns out, like q, or with return_softmax_lse (out, lse), lse of shape (batch, heads, seqlen_q) float32.
 
     Up to 64 queries with pages of a power-of-two size run as ``attention_decode``, which copies nothing. With more queries, other
-    pages, softcap, alibi_slopes or cache_leftpad, the cache is copied in each call, and mask must be a pattern that depends only on
-    distances. It is also copied for several queries that see later keys: without mask, and neither causal nor with a window that
-    ends at the query.
+    pages, softcap, alibi_slopes or cache_leftpad, and for several queries that see later keys, each call copies the cache, and mask
+    must be a pattern that depends only on distances.
     """
     if rotary_cos is not None or rotary_sin is not None:
         raise ValueError("rotary_cos and rotary_sin must be None; got tables; rotate q and k before the call")

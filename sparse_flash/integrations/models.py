@@ -119,5 +119,4 @@ class MaskRecord(dict[int, LayerRecord]):
 
 
 def count_causal(q_len: int, kv_len: int) -> float:
-    """How many pairs causal attention keeps."""
     return float(np.clip(np.arange(q_len) + 1 + kv_len - q_len, 0, kv_len).sum())

@@ -20,8 +20,7 @@ class TokenPositions(NamedTuple):
 
 
 class PackedDocuments(NamedTuple):
-    """The documents of queries or of keys. cu_seqlens: (documents + 1,) int32 or int64. tokens: of the packed axis. longest: no
-    document exceeds this; tokens beyond it are dropped."""
+    """The documents of queries or of keys. cu_seqlens: (documents + 1,). longest: tokens beyond it in a document are dropped."""
 
     cu_seqlens: torch.Tensor
     tokens: int
@@ -52,8 +51,7 @@ def read_sizes(queries: PackedDocuments, keys: PackedDocuments | None) -> tuple[
 
 
 class Axis(NamedTuple):
-    """An axis of whole blocks. row_of_token: (tokens,) int64, the row of each token. rows: of the axis. The last row is that of all
-    tokens of no document; no query or key there keeps anything, so its out is 0, its lse -inf and its gradients are 0."""
+    """An axis of whole blocks. row_of_token: (tokens,) int64. The last of ``rows`` is of tokens of no document; none keeps it."""
 
     row_of_token: torch.Tensor
     rows: int

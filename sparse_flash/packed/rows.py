@@ -11,8 +11,7 @@ from .documents import Axis, PackedDocuments
 
 
 class DocumentRows(NamedTuple):
-    """first: (documents,) int32, the first row that a document fills. length: its tokens. longest: rows of each. axis: of all, and
-    one more row, that of tokens of no document."""
+    """first, length: (documents,) int32, the first row that a document fills, and its tokens. longest: rows of each."""
 
     first: torch.Tensor
     length: torch.Tensor

@@ -143,10 +143,8 @@ class Assignment(Owners):
         return np.stack([self.visits.needed[self.owner == rank].any(0) for rank in range(self.ranks)])
 
     def outgoing(self, source: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (blocks of a rank that others visit; (ranks, blocks) bool, the ranks that get each block).
-
-        If ranks are few, blocks that go to the same ranks follow each other, so the blocks for one rank form few runs.
-        """
+        """Returns (blocks of a rank that others visit; (ranks, blocks) bool, the ranks that get each block). If ranks are few,
+        blocks that go to the same ranks follow each other, so the blocks for one rank form few runs."""
         own = self.blocks[source][self.blocks[source] >= 0]
         wanted = self.needs[:, own]
         wanted[source] = False

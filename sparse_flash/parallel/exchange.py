@@ -1,8 +1,7 @@
 """Operators that exchange tensors among ranks, each with its gradient.
 
 An exchange starts and ends within its operator, because waiting for a functional collective under torch.compile is not dependable
-(pytorch#168352, #179858). Meanwhile the operator attends the columns that the rank has. The process group moves tensors on its own
-stream, and keeps them alive until the current stream waits for that stream. The host never waits.
+(pytorch#168352, #179858). Meanwhile the operator attends the columns that the rank has. The host never waits.
 """
 
 from __future__ import annotations

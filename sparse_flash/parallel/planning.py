@@ -65,10 +65,6 @@ class PlanOptions:
                 "strategy='blocks', or a smaller mesh"
             )
 
-    def facts(self) -> dict[str, str]:
-        """Returns the options that must be the same on all ranks. Links may differ, if the decisions do not."""
-        return {name: str(value) for name, value in vars(self).items() if name != "link_rate"}
-
     def sizes(self, masks: Sequence[BlockMask]) -> SequenceSizes:
         """Returns the sizes of the sequence. Raises ValueError if the masks have other numbers of heads, or several blocks."""
         if len({mask.block_size for mask in masks}) > 1:

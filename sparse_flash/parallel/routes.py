@@ -1,8 +1,7 @@
 """Records one rank's side of a plan's exchanges: the tables of its calls, and the blocks that it sends and gets.
 
-An operator gets a handle instead of these records: a number in a 0-d tensor on the CPU. So torch.compile guards on no number of a
-plan, and one graph serves all plans of one shape. The handle owns its record: a backward pass saves the handle, and may run after
-the plan is freed.
+An operator gets a handle, a number in a 0-d tensor on the CPU, so that one compiled graph serves all plans of one shape. The
+handle owns its record: a backward pass saves the handle, and may run after the plan is freed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _numbers = count()
 
 
 def make_handle(record: Route | dist.ProcessGroup) -> torch.Tensor:
-    """Returns a new handle. No reference leads back to the handle, so both are freed at once, without a garbage collector."""
+    """Returns a new handle. No reference leads back to it, so both are freed at once."""
     number = next(_numbers)
     handle = torch.tensor(number, device="cpu")
     handle._owned_by_handle = record  # type: ignore[attr-defined]  # lives as long as the tensor

@@ -99,8 +99,7 @@ def draw(
     level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture.
     title: the pattern's spec text by default.
 
-    Raises ValueError for another file type, for masks or patterns that differ between heads, and for more tokens than can be drawn
-    one by one.
+    Raises ValueError for another file type, for masks that differ between heads, and for too many tokens to draw one by one.
     """
     path = None if path is None else check_path(path)
     mask, text = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)

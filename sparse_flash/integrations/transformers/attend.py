@@ -287,9 +287,7 @@ def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
     }
     if unsupported := [name for name, used in of_varlen.items() if used]:
         if torch.compiler.is_compiling():
-            raise ValueError(
-                f"packed sequences with {unsupported[0]} are not supported in compiled code; call the model uncompiled"
-            )
+            raise ValueError(f"packed sequences with {unsupported[0]} are not supported in compiled code; call it uncompiled")
         return _attend_documents(call, cu_seqlens)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (call.query, call.key, call.value))  # (all tokens, heads, head_dim)
     mask: Any = model_mask.intersect(kept, q.device)

@@ -76,10 +76,8 @@ def read_masks(
     given |= dict.fromkeys(dense, OWN)
     chosen = [number for number, one in given.items() if one != OWN and has_choosers(one)]
     if chosen and any(isinstance(one, SharedSequence) for one in given.values()):
-        raise ValueError(
-            f"a ContextPlan must be the plan of all layers; got a chooser in layers {chosen}, and ranks choose no blocks by "
-            "content; make the plan of a pattern, or leave it out"
-        )
+        got = f"a chooser in layers {chosen}; make the plan of a pattern, or leave it out"
+        raise ValueError(f"a ContextPlan must be the plan of all layers; got {got}")
     make = cache(partial(_make_settings, **counts, bidirectional=bidirectional, **options))
     masks = {number: make(one) for number, one in given.items()}
     ahead = [number for number, one in masks.items() if one.looks_ahead]
@@ -130,10 +128,8 @@ def _check_plans(plans: Mapping[int, SharedSequence | None]) -> None:
     number, first = next(((number, plan) for number, plan in plans.items() if plan is not None), (0, None))
     shared = None if first is None else first.positions
     if wrong := [other for other, plan in plans.items() if getattr(plan, "positions", None) is not shared]:
-        raise ValueError(
-            f"layers {wrong} do not share their tokens with layer {number}; make one plan for all layers: "
-            "context_parallel([mask of each layer, ...], ...)"
-        )
+        way_out = "make one plan for all layers: context_parallel([mask of each layer, ...], ...)"
+        raise ValueError(f"layers {wrong} do not share their tokens with layer {number}; {way_out}")
 
 
 def future_error(subject: str, mask: object) -> str:
