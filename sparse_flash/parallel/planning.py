@@ -59,7 +59,7 @@ class PlanOptions:
         kv_heads = self.kv_heads or self.heads
         if self.strategy == "heads" and kv_heads is None:
             raise ValueError("strategy 'heads' needs heads=; got None; pass heads= and kv_heads= of the attention calls")
-        if self.strategy == "heads" and kv_heads % ranks:
+        if self.strategy == "heads" and kv_heads is not None and kv_heads % ranks:
             raise ValueError(
                 f"strategy 'heads' needs a number of ranks that divides kv_heads; got {ranks} ranks and {kv_heads} kv_heads; pass "
                 "strategy='blocks', or a smaller mesh"

@@ -64,8 +64,9 @@ def use_sparse_flash(
     some layers; the others keep the model's own. None: the masks that the model was saved with, otherwise the model's own.
     Or a ``ContextPlan``, or a list with the plan of each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, and returns their logits. Its loss is the
-    sum over the rank's labels, divided by num_items_in_batch or the valid labels of all ranks. Only attention may mix tokens, and
-    position_ids may restart only where documents of the plan's mask start.
+    sum over the rank's labels, divided by num_items_in_batch or the valid labels of all ranks. Only attention may mix tokens:
+    convolutions, recurrent and linear-attention layers are refused, other code is not read. position_ids may restart only where
+    documents of the plan's mask start; arguments other than tokens and labels must be off.
     per_layer: a list with a mask for each layer; instead of mask.
     bidirectional: allows a decoder masks that look ahead. Without it, the mask of a decoder's layer must be within causal and say
     so, "causal & ...", because its tokens are trained to predict the later ones.
