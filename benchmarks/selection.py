@@ -74,8 +74,7 @@ def draw_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
 
 def kept_pairs(case: PicksCase, selection: BlockSelection) -> int:
     """Over query heads."""
-    by_head = [int(selection.kept_pairs(head).sum()) for head in range(case.kv_heads)]
-    return sum(by_head) * (case.heads // case.kv_heads)
+    return sum(selection.kept_pairs(head) for head in range(case.kv_heads)) * (case.heads // case.kv_heads)
 
 
 def run(case: PicksCase, names: list[str], device: torch.device, dtype: torch.dtype, limit: int | None = None) -> dict:

@@ -1,15 +1,13 @@
 """The built-in choosers: a class each, whose docstring has a ``specimen`` for tests, and which says what it compares."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 from ..masks.chooser import Chooser, register_chooser
 from ..masks.fields import Positive
 
 if TYPE_CHECKING:
     from .features import Content, Features
-
-QueryCount: TypeAlias = Annotated[int, range(1, 65)]  # at most the smallest block
 
 
 @register_chooser("pooled")
@@ -60,7 +58,7 @@ class Sampled(Chooser):
     specimen: sampled(8, keep=3, block=64)
     """
 
-    queries: QueryCount
+    queries: Annotated[int, range(1, 65)]  # at most the smallest block
 
     def compared_features(self, content: "Content") -> "Features":
         return content.samples(self.queries)

@@ -125,20 +125,8 @@ def _choose_maps(
     content = Content(q, k, grid, is_causal(choices[0].within), scale, scores, *ends)
     if scores is not None:
         if not any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
-            raise ValueError(
-                "scores= needs the chooser scored, which is not in the expression; write scored(keep=8), or leave scores= out"
-            )
+            raise ValueError("scores= needs the chooser scored, which is not in the expression; write scored(keep=8)")
         _check_scores(scores, "scores", content)
-    return _choose_by_head(choices, content)
-
-
-def _can_use_kernels(x: Tensor) -> bool:
-    """Whether kernels choose. x: queries or scores."""
-    return can_launch_kernel(x) and x.dtype in triton_backend.DTYPES
-
-
-def _choose_by_head(choices: tuple[HeadChoice, ...], content: Content) -> Tensor:
-    """Maps of all heads, from one choice for all or from one for each."""
     if len(set(choices)) == 1:
         return _apply_choice(choices[0], content)
     made: dict[int, Tensor] = {}
@@ -148,24 +136,14 @@ def _choose_by_head(choices: tuple[HeadChoice, ...], content: Content) -> Tensor
     return torch.cat([made[head] for head in range(len(choices))], 1)
 
 
+def _can_use_kernels(x: Tensor) -> bool:
+    """Whether kernels choose. x: queries or scores."""
+    return can_launch_kernel(x) and x.dtype in triton_backend.DTYPES
+
+
 @outside_inference
-def mask_by_scores(
-    scores: Tensor, grid: BlockGrid, within: MaskLike | None, always: MaskLike | None, keep: int | float
-) -> BlockMask:
-    """The mask of ``within & (scored(keep) | always)``, for any block size. scores: of each block, float32 or wider."""
-    kept, limits = _init_maps(scores, within, always, grid)
-    _add_kept_blocks(kept, scores, limits, 0, ("keep", keep), False)
-    return from_block_maps(kept, grid, resolve_within(within, grid, scores.device))
-
-
 def mask_by_means(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    keep: int | float,
-    block_size: int,
-    within: Pattern | str | BlockMask | None,
-    always: Pattern | str | BlockMask | None,
-    share_group: bool,
+    q: Tensor, k: Tensor, keep: int | float, block_size: int, within: MaskLike | None, always: MaskLike | None, share_group: bool
 ) -> BlockMask:
     """Returns the mask of the blocks that blocks of queries choose: see ``topk_blocks``."""
     q, k, _ = stand_in_for_empty_batch(q, k, k)
@@ -177,7 +155,10 @@ def mask_by_means(
     queries = queries.mean(2, keepdim=True) if share_group else queries
     with without_autocast(q):
         scores = queries.flatten(2, 3) @ block_means(k, block_size).mT
-    mask = mask_by_scores(torch.unflatten(scores, 2, queries.shape[2:4]).flatten(1, 2), grid, within, always, keep)
+    scores = torch.unflatten(scores, 2, queries.shape[2:4]).flatten(1, 2)
+    kept, limits = _init_maps(scores, within, always, grid)
+    _add_kept_blocks(kept, scores, limits, 0, ("keep", keep), False)
+    mask = from_block_maps(kept, grid, resolve_within(within, grid, q.device))
     return replace(mask, mask_index=mask.mask_index.repeat_interleave(group, 1)) if share_group else mask
 
 
@@ -191,8 +172,7 @@ def _apply_choice(choice: HeadChoice, content: Content) -> Tensor:
 
 
 def _init_maps(like: Tensor, within: MaskLike | None, always: MaskLike | None, grid: BlockGrid) -> tuple[Tensor, Limits]:
-    """(blocks to keep, limits): (batch, heads, q_blocks, kv_blocks) bool, none yet, or bits if kernels choose, uninitialized, see
-    ``rules_kernels.pack_block_bits``. like: (batch, heads, ...)."""
+    """(blocks to keep, limits): (batch, heads, q_blocks, kv_blocks) bool, none yet, or uninitialized bits if kernels choose."""
     # The limits of patterns are computed once; a BlockMask may differ on each call.
     is_fixed = all(mask is None or isinstance(mask, (Pattern, str)) for mask in (within, always)) and not is_recorded(like.device)
     limits = (_cached_limits if is_fixed else _make_limits)(within, always, grid, like.device, _can_use_kernels(like))
@@ -224,8 +204,7 @@ _cached_limits = cached_until_cleared(maxsize=64)(_make_limits)
 def _add_kept_blocks(
     kept: Tensor, scores: Tensor, limits: Limits, first: int, rule: tuple[str, int | float], after_others: bool
 ) -> None:
-    """Adds the blocks that a rule keeps to ``kept``, and the blocks that are kept in any case. scores: of the rows from ``first``
-    on. after_others: whether these rows have blocks of other choosers."""
+    """Adds the blocks that a rule keeps, and those kept in any case, to ``kept`` from row ``first`` on."""
     if kept.dtype == torch.bool:
         some = slice(first, first + scores.shape[2])
         kept[:, :, some] |= rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], *rule)

@@ -1,8 +1,7 @@
-"""Makes the rows and columns that built-in choosers compare. Their products are the logits of a softmax.
+"""Makes the rows of queries and columns of keys that built-in choosers compare.
 
-Each chooser makes rows of queries and columns of keys. A row's logits are its products with the columns that it sees; a block's
-share of the row is the softmax weight of the block's columns; a block's score for a block of queries is the mean, or the maximum,
-of the shares of its rows.
+A row's logits are its products with the columns that it sees; a block's share of the row is the softmax weight of its columns; its
+score for a block of queries is the mean, or the maximum, of the shares of the rows.
 """
 
 from __future__ import annotations
@@ -128,8 +127,7 @@ def _means(x: Tensor, size: int, starts: Tensor | None, ends: Tensor | None) -> 
 
 
 def sampled_rows(grid: BlockGrid, count: int, device: torch.device, q_ends: Tensor | None = None) -> Tensor:
-    """(q_blocks * count,) int64: the queries that stand for each block, evenly spaced, its last one included. (batch, q_blocks *
-    count) if q_ends says up to where each sequence has queries."""
+    """(q_blocks * count,) int64: the queries that stand for each block; with q_ends (batch, q_blocks * count)."""
     first = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size
     there = (grid.q_len - first).clamp(max=grid.block_size)
     if q_ends is not None:

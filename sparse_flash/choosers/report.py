@@ -26,15 +26,13 @@ class ChoiceReport:
 
     Each tensor is (batch, heads) on q's device: float32, or float64 for float64 inputs.
 
-    density: kept blocks / blocks in which ``within`` keeps a pair; 0 if there are none. Blocks that are kept in any case count as
-    kept. Each block counts as one, even if ``within`` keeps few of its pairs.
+    density: kept blocks / blocks in which ``within`` keeps a pair; 0 if there are none.
     recall: the share of softmax mass under ``within`` that the kept pairs have, on average over the sampled queries; 1 for a query
     for which ``within`` keeps no key.
     error: the L2 distance between the sampled queries' outputs under the mask and under ``within`` alone, divided by the L2 norm of
     the latter. None without v.
 
-    251 queries of each sequence and head are sampled, evenly spaced; of shorter sequences, all are. Results are computed by the
-    definition in float32 or wider, so the rounding of kernels is not included.
+    251 queries of each sequence and head are sampled, evenly spaced; of shorter sequences, all are. Kernels' rounding is left out.
     """
 
     density: Tensor

@@ -32,8 +32,7 @@ def score_blocks(features: Features, grid: BlockGrid, low: int, high: int) -> Te
 
 
 def write_kept_blocks(scores: Tensor, limits: Limits, bits: Tensor, first: int, rule: str, number: int | float, adds: bool) -> None:
-    """Writes the blocks that a rule keeps to bits, (batch, heads, q_blocks, words) int32, or adds them. scores: (batch, heads,
-    rows, kv_blocks) float32, of the rows from ``first`` on."""
+    """Writes the blocks that a rule keeps to bits, (batch, heads, q_blocks, words) int32, from row ``first`` on, or adds them."""
     from .kernels.rules import apply_rule
 
     allowed, forced, numbers = limits.allowed, limits.forced, limits.numbers(rule, number, scores.shape[1])

@@ -1,7 +1,4 @@
-"""Scores and rules in PyTorch operations: the definition of what ``rules_kernels`` streams, and the way on chips without kernels.
-
-Shapes do not depend on values, so graphs may capture all of it. Logits are held for a range of rows at a time.
-"""
+"""Scores and rules in PyTorch operations of fixed shapes: the definition of what ``rules_kernels`` streams."""
 
 from __future__ import annotations
 
@@ -19,11 +16,8 @@ _ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, and must not become 8
 
 
 class Limits(NamedTuple):
-    """The part of a choice that does not depend on queries and keys.
-
-    allowed, forced: (q_blocks, kv_blocks) bool, which blocks may be kept, and which are in any case; for kernels as bits, see
-    ``rules_kernels.pack_block_bits``. counts: (q_blocks,) int64, how many blocks of a row may be kept. made: see ``numbers``.
-    """
+    """The part of a choice that does not depend on queries and keys. allowed, forced: (q_blocks, kv_blocks) bool, which blocks may
+    be kept, and which are in any case; bits for kernels. counts: (q_blocks,) int64, how many blocks of a row may be kept."""
 
     allowed: Tensor
     forced: Tensor
@@ -101,8 +95,7 @@ def apply_rule(scores: Tensor, allowed: Tensor, forced: Tensor, rule: str, numbe
 
 
 def count_kept_blocks(rule: str, number: int | float, allowed: Tensor, heads: int) -> Tensor:
-    """How many blocks "keep" and "budget" keep of each row, int64 of the shape of ``allowed``, the blocks that may be kept; of all
-    heads together for "budget". 0 for other rules."""
+    """How many of the ``allowed`` blocks of each row "keep" and "budget" keep, the latter of all heads; 0 for other rules."""
     if rule not in ("keep", "budget"):
         return torch.zeros_like(allowed)
     if isinstance(number, int):

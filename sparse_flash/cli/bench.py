@@ -106,8 +106,7 @@ def _print_results(results: Results, console: Console) -> None:
 def _choose_suites(asked: list[str] | None, full: bool) -> tuple[str, ...]:
     if not asked:
         return FULL_RUN if full else DEFAULT
-    unknown = [name for name in asked if name not in (*SUITES, "all")]
-    if unknown:
+    if unknown := [name for name in asked if name not in (*SUITES, "all")]:
         raise ValueError(f"unknown suite {unknown[0]!r}; choose from {', '.join(SUITES)}, all")
     return SUITES if "all" in asked else tuple(dict.fromkeys(asked))
 

@@ -25,12 +25,10 @@ def patterns(imports: Imports = None) -> None:
         cls = pattern_class(name)
         arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())
         table.add_row(*map(Text, (name, find_docstring_line(cls, "use"), _first_sentence(cls), arguments)))
-    output_console().print(table)
-    output_console().print(
-        "\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens."
-    )
-    choosers = ", ".join(list_choosers())
-    output_console().print(f"Choosers keep blocks by content, as in causal & sampled(8, keep=0.1): {choosers}.", highlight=False)
+    console = output_console()
+    console.print(table)
+    console.print("\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens.")
+    console.print(f"Choosers keep blocks by content, as in causal & sampled(8, keep=0.1): {', '.join(list_choosers())}.")
 
 
 def _first_sentence(cls: type) -> str:

@@ -14,10 +14,7 @@ from .models import MaskRecord, library_of
 def masks_of(model: torch.nn.Module) -> dict[int, Any]:
     """Returns the mask of each attention layer that ``use_sparse_flash`` switched, by the layer's number: the canonical spec text
     of a pattern, the pattern itself if it has none, a BlockMask, a plan, or "own" for the model's own mask. Of a transformer of
-    diffusers, the spec that it was given, and "layout" for layers that keep all pairs.
-
-    ``use_sparse_flash(other, masks_of(model))`` gives another model of Transformers the same masks; ``dense_below`` and
-    ``dense_last`` are passed again. ``print(model)`` shows all of it.
+    diffusers, the spec that it was given, and "layout" for layers that keep all pairs. ``print(model)`` shows all of it.
 
     model: as for ``use_sparse_flash``. Raises ValueError for a model that was not switched, or was switched back.
     """

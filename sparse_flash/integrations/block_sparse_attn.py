@@ -2,22 +2,20 @@
 
     from sparse_flash.integrations.block_sparse_attn import block_sparse_attn_func
 
-Argument names, order and defaults, layouts and the meaning of ``head_mask_type`` are that package's. Documents are packed one
-after another, and each query head is dense, streaming or block-sparse. Blocks are of 128 queries and 128 keys, counted from the
-first query and the first key of each document. ``is_causal`` aligns a document's last query with its last key, token by token.
-It also takes ``backend``, as in ``sparse_flash.attention``.
+Arguments, layouts and the meaning of ``head_mask_type`` are that package's; ``backend`` is as in ``sparse_flash.attention``. Blocks
+are of 128 queries and 128 keys, counted from the first ones of each document. ``is_causal`` aligns a document's last query with its
+last key, token by token.
 
 Streaming heads keep the first and the last blocks of keys. With is_causal, the last ones of a block of queries end with the block
 of keys that holds the position of its last query. A block of queries that the document's end cuts short counts as whole, so that
 block of keys may lie past the document. Without is_causal, the last ones are the document's own, for all queries.
 
 Differences: all calls have gradients, also with ``exact_streaming``, and the head_dims, dtypes and devices of ``attention``. A
-query that keeps nothing has out 0 and lse -inf. Tokens past the last document have out 0. Blocks of ``base_blockmask`` past a
-document's end have no effect. ``S_dmask``, the matrix of weights with dropout's signs, is never formed: ``return_attn_probs``
-returns None instead, and is refused with dropout. ``exact_streaming`` is refused with block-sparse heads.
+query that keeps nothing, or past the last document, has out 0 and lse -inf. ``return_attn_probs`` returns None for ``S_dmask``, and
+is refused with dropout. ``exact_streaming`` is refused with block-sparse heads.
 
-Costs: ``cu_seqlens_q``, ``cu_seqlens_k``, ``head_mask_type`` and ``streaming_info`` are read on the host. A call waits for the
-GPU unless they are on the CPU. Neighbouring documents of equal lengths are one call of ``attention``; others are one call each.
+``cu_seqlens_q``, ``cu_seqlens_k``, ``head_mask_type`` and ``streaming_info`` are read on the host: put them on the CPU, or a call
+waits for the GPU. Neighbouring documents of equal lengths are one call of ``attention``; others are one call each.
 
 Source: https://github.com/mit-han-lab/Block-Sparse-Attention, commit 49d6c39e4dc0303442cda3bb758b3925d4399c49, BSD 3-Clause: its
 README, block_sparse_attn_interface.py, and the reference of its tests.
@@ -145,7 +143,7 @@ def _block_mask(rules: list[tuple[int, int, int]], maps, own: slice, causal: boo
 
 @cached_until_cleared(maxsize=256)
 def _own_blocks(rules: tuple, causal: bool, q_len: int, kv_len: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what heads without a map keep, (1, heads, q_blocks, kv_blocks) bool, and the map of each head, negative for none."""
+    """(what heads without a map keep, (1, heads, q_blocks, kv_blocks) bool; the map of each head, negative for none)."""
     kind, first, last = torch.tensor(rules, device=device).T[..., None, None]
     row, col = torch.arange(-(-q_len // _BLOCK), device=device)[:, None], torch.arange(-(-kv_len // _BLOCK), device=device)
     stop = row + 1 - (q_len - kv_len) // _BLOCK if causal else len(col)

@@ -5,8 +5,7 @@
     use_sparse_flash(pipe.transformer, "tile_window(layout, (3, 3, 3))")
 
 The processor of each layer is replaced by one that runs the model's own and computes the ``scaled_dot_product_attention`` in it
-here. Hooks on the modules before and after the blocks reorder tokens once for all layers; in CogVideoX, and in HunyuanVideo with
-``token_replace``, each layer reorders queries, keys and values instead.
+here. Hooks around the blocks reorder tokens once for all layers; CogVideoX, and HunyuanVideo with ``token_replace``, do in each.
 
 Source: https://huggingface.co/docs/diffusers/api/attnprocessor (diffusers 0.42).
 """
@@ -60,16 +59,9 @@ class _ModelParts(NamedTuple):
     outside_graphs: bool = False  # whether the length of text in attention depends on a mask's values
     reorders_in_layers: bool | str = False  # whether each layer must; or config.image_condition_type with which it must
 
-    def with_text(self, video: Any, text: int) -> VideoLayout:
-        """Returns the layout of a video and the tokens of text in its attention."""
-        frames, height, width = video.grid
-        prefix, suffix = (text, 0) if self.text_first else (0, text)
-        return VideoLayout(frames, height, width, video.tile, prefix, suffix)
-
 
 def _count_patches(frames: int, rows: int, *patch: str, config: Any, given: Any) -> tuple[int, int, int]:
-    """A ``grid_of`` for latents with frames in dimension ``frames``, height in ``rows`` and width last. patch: the config's names
-    of the sides of a patch."""
+    """A ``grid_of`` for latents with these dimensions and width last. patch: the config's names of the sides of a patch."""
     sides = config.patch_size if not patch else [(getattr(config, name) if name else None) or 1 for name in patch]
     shape = given["hidden_states"].shape
     return shape[frames] // sides[0], shape[rows] // sides[1], shape[4] // sides[2]
@@ -143,17 +135,15 @@ def use_sparse_flash(
     layout: "auto" takes the tile that ``VideoLayout.of`` proposes for the grid of the inputs. Or a tile, (frames, height, width) in
     tokens, or a function from the grid to a VideoLayout.
     dense_steps: the numbers of the steps of a sampling loop in which the model runs unchanged, or how many of the first ones. A
-    step is a run of calls with one timestep, so guidance with two calls a step counts one. Counting starts again when the
-    timestep is the loop's first one, or changes in the other direction. Each transformer counts its own calls. The
-    timestep is read, which waits for the GPU. Training refuses dense_steps.
+    step is a run of calls with one timestep, which is read, so each call waits for the GPU. Counting starts again when the timestep
+    is the loop's first one, or changes in the other direction. Training refuses dense_steps.
     dense_layers: the numbers of layers that keep all pairs; HunyuanVideo counts its single blocks after the others.
     precision: "fp8" computes in e4m3, without gradients: see ``sparse_flash.attention``. Masks for padded text are refused then.
 
     Tables have blocks of one tile, and of 64 tokens for smaller tiles; a chooser has its own ``block``. Masks for padded text
     (HunyuanVideo) become ``kv_lens``; other masks of attention are refused. Gradient checkpointing works; call backward before the
-    next forward call. If a cache of diffusers is enabled, dense steps keep all pairs in the order of tiles, because caches hold
-    tokens in one order. Switch between two videos, when caches are empty. Raises ValueError for models that are not known, for
-    context parallelism and for arguments that do not fit.
+    next forward call. With a cache of diffusers, dense steps keep all pairs in the order of tiles, and models are switched between
+    two videos. Raises ValueError for models that are not known, for context parallelism and for arguments that do not fit.
     """
     model, parts = _find_model(transformer)
     layers = [getattr(block, attn) for blocks, attn in parts.layers for block in getattr(model, blocks)]
@@ -162,7 +152,7 @@ def use_sparse_flash(
     run = _Run(model, parts, spec, _parse_layout(layout), _parse_steps(dense_steps), precision)
     restore(model)
     for number, layer in enumerate(layers):
-        _set_processor(layer, _Processor(layer.processor, run, number, number in dense))
+        layer.processor = _Processor(layer.processor, run, number, number in dense)
         layer.extra_repr = partial(_describe_layer, layer)  # print(model) shows it
     run.layers = layers
     run.hooks = [model.register_forward_pre_hook(run.begin, with_kwargs=True)]
@@ -177,10 +167,7 @@ def use_sparse_flash(
 
 
 def restore(transformer: torch.nn.Module) -> torch.nn.Module:
-    """Gives a transformer its own attention back, and removes the hooks; returns the transformer.
-
-    transformer: as for ``use_sparse_flash``. One that was not switched stays as it is.
-    """
+    """Gives a transformer its own attention back, and returns it. One that was not switched stays as it is."""
     model, _ = _find_model(transformer)
     run = getattr(model, _RUN_KEY, None)
     if run is not None:
@@ -188,14 +175,13 @@ def restore(transformer: torch.nn.Module) -> torch.nn.Module:
             hook.remove()
         for layer in run.layers:
             if isinstance(layer.processor, _Processor):  # otherwise somebody has set another one since
-                _set_processor(layer, layer.processor.original)
+                layer.processor = layer.processor.original
             del layer.extra_repr
         delattr(model, _RUN_KEY)
     return transformer
 
 
 def _switched(transformer: torch.nn.Module) -> _Run:
-    """Returns the state of a switched model."""
     model, _ = _find_model(transformer)
     run = getattr(model, _RUN_KEY, None)
     if run is None or not run.is_in_place():
@@ -234,13 +220,6 @@ def _is_cached(model) -> bool:
     """Whether a cache of diffusers keeps what layers of the model returned, by ``enable_cache`` or by its own function."""
     registries = (getattr(module, "_diffusers_hook", None) for module in model.modules())
     return any(hook._is_stateful for registry in registries if registry is not None for hook in registry.hooks.values())
-
-
-def _set_processor(layer: Any, processor: Any) -> None:
-    if hasattr(layer, "set_processor"):
-        layer.set_processor(processor)
-    else:  # Mochi's
-        layer.processor = processor
 
 
 def _find_model(transformer) -> tuple[Any, _ModelParts]:
@@ -314,8 +293,7 @@ class _Run:
     ):
         self.config, self.parts, self.spec, self.pieces, self.make = model.config, parts, spec, _parse_spec(spec), make
         self.dense_steps, self.precision, self.times = dense_steps, precision, list[float]()
-        condition = getattr(model.config, "image_condition_type", None)
-        self.reorders_in_layers = parts.reorders_in_layers in (True, condition)
+        self.reorders_in_layers = parts.reorders_in_layers in (True, getattr(model.config, "image_condition_type", None))
         self.names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self.layers: list[Any] = []
         self.hooks: list[Any] = []
@@ -332,10 +310,7 @@ class _Run:
         if not self.is_in_place():
             raise ValueError("the model's attention processors were replaced; call use_sparse_flash again")
         if getattr(getattr(model, "_parallel_config", None), "context_parallel_config", None) is not None:
-            raise ValueError(
-                "the model must not be under context parallelism, which divides its tokens and computes attention by itself; leave "
-                "enable_parallelism out, or call restore(transformer)"
-            )
+            raise ValueError("the model must not be under context parallelism; leave enable_parallelism out, or call restore()")
         given = {**dict(zip(self.names, args)), **kwargs}
         self.keeps_all = False
         if self.dense_steps:
@@ -367,14 +342,13 @@ class _Run:
         return None if self.layout is None else (self.layout.to_raster(args[0], 1), *args[1:])
 
     def count_all(self, q_len: int, kv_len: int) -> int:
-        """How many pairs the layout of a call keeps."""
         return q_len * (kv_len - self.layout.length + self.layout.tokens)
 
     def attend(self, dense, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         """Takes the place of scaled_dot_product_attention, whose arguments these are. dense: whether to keep all pairs."""
         video = self.layout
         text = query.shape[2] - (video.tokens if self.reorders_in_layers else video.length)
-        layout = self.parts.with_text(video, text)
+        layout = VideoLayout(*video.grid, video.tile, *((text, 0) if self.parts.text_first else (0, text)))
         kv_lens = None
         if attn_mask is not None:
             if attn_mask.dtype != torch.bool or tuple(attn_mask.shape[1:3]) != (1, 1) or not text:

@@ -7,10 +7,9 @@ package's: the last query is aligned with the last key, and a window includes bo
 its spec text (except in varlen calls, also a BlockMask), and ``backend``, as in ``sparse_flash.attention``. A pair is kept if mask,
 causal and window all keep it.
 
-Differences: a query that keeps nothing has lse -inf, not inf. ``S_dmask``, the matrix of weights with dropout's signs, is never
-formed: ``return_attn_probs`` returns None instead, and is refused with dropout. ``num_splits`` has no effect, as the kernel
-chooses. Tensors in e4m3 and rotary embedding are refused. Calls do not synchronize with the GPU, so lengths cannot be checked
-there: tokens past the capacity of a cache are dropped. On a CPU they raise ValueError.
+Differences: a query that keeps nothing has lse -inf, not inf. ``return_attn_probs`` returns None for ``S_dmask``, and is refused
+with dropout. ``num_splits`` has no effect. Tensors in e4m3 and rotary embedding are refused. Tokens past the capacity of a cache
+are dropped on a GPU, and raise ValueError on a CPU.
 
 Source: flash_attn.flash_attn_interface (https://github.com/Dao-AILab/flash-attention), version 2.8.
 """
@@ -177,9 +176,8 @@ def flash_attn_with_kvcache(
     Returns out, like q, or with return_softmax_lse (out, lse), lse of shape (batch, heads, seqlen_q) float32.
 
     Up to 64 queries with pages of a power-of-two size run as ``attention_decode``, which copies nothing. With more queries, other
-    pages, softcap, alibi_slopes or cache_leftpad, the cache is copied in each call, and mask must be a pattern that depends only on
-    distances. It is also copied for several queries that see later keys: without mask, and neither causal nor with a window that
-    ends at the query.
+    pages, softcap, alibi_slopes or cache_leftpad, and for several queries that see later keys, each call copies the cache, and mask
+    must be a pattern that depends only on distances.
     """
     if rotary_cos is not None or rotary_sin is not None:
         raise ValueError("rotary_cos and rotary_sin must be None; got tables; rotate q and k before the call")

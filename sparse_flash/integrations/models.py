@@ -1,5 +1,4 @@
-"""Checks, printed layers, and the record of which pairs layers keep and why a layer ran dense, for the adapters of all
-libraries. This module knows no library's models."""
+"""Checks, printed layers, and the record of what layers keep, for the adapters of all libraries. Knows no library's models."""
 
 from __future__ import annotations
 
@@ -120,5 +119,4 @@ class MaskRecord(dict[int, LayerRecord]):
 
 
 def count_causal(q_len: int, kv_len: int) -> float:
-    """How many pairs causal attention keeps."""
     return float(np.clip(np.arange(q_len) + 1 + kv_len - q_len, 0, kv_len).sum())

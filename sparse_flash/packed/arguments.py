@@ -13,8 +13,7 @@ from .documents import PackedDocuments
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Checks as ``check_tensors`` does, for ``attention_varlen``, whose tensors have no batch dimension. head_dim must not be 0;
-    other sizes may."""
+    """Checks as ``check_tensors`` does, for ``attention_varlen``, whose tensors have no batch dimension and may be empty."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have shape (tokens of all documents, heads, head_dim); got {tuple(tensor.shape)}")
@@ -50,17 +49,12 @@ def resolve_longest(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longes
     if cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens_{name} is on {cu_seqlens.device} and {name} on {x.device}; use .to({str(x.device)!r})")
     tokens = len(x)
-    longest = tokens if longest is None else min(_check_token_count(f"max_seqlen_{name}", longest), tokens)
+    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, (int, np.integer)) or longest < 0):
+        raise ValueError(f"max_seqlen_{name} must be a number of tokens on the host, an int of at least 0; got {longest!r}")
+    longest = tokens if longest is None else min(longest if isinstance(longest, int) else int(longest), tokens)
     if x.device.type == "cpu" and not is_recorded(x.device):
         _check_bounds(name, cu_seqlens.tolist(), tokens, longest)
     return longest
-
-
-def _check_token_count(name: str, value: object) -> int:
-    """A number of tokens, of any host integer type."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise ValueError(f"{name} must be a number of tokens on the host, an int of at least 0; got {value!r}")
-    return value if isinstance(value, int) else int(value)
 
 
 def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> None:

@@ -20,8 +20,7 @@ class TokenPositions(NamedTuple):
 
 
 class PackedDocuments(NamedTuple):
-    """The documents of queries or of keys. cu_seqlens: (documents + 1,) int32 or int64. tokens: of the packed axis. longest: no
-    document exceeds this; tokens beyond it are dropped."""
+    """The documents of queries or of keys. cu_seqlens: (documents + 1,). longest: tokens beyond it in a document are dropped."""
 
     cu_seqlens: torch.Tensor
     tokens: int
@@ -44,8 +43,7 @@ class PackedDocuments(NamedTuple):
 
 
 def read_sizes(queries: PackedDocuments, keys: PackedDocuments | None) -> tuple[PackedDocuments, PackedDocuments]:
-    """The documents of queries and of keys with plain numbers: a compiled graph holds the table of one long document. keys: None
-    for those of the queries."""
+    """The documents of queries and of keys, None for the same, with plain numbers: a graph holds the table of one long document."""
     q_side, k_side = (
         PackedDocuments(side.cu_seqlens, index(side.tokens), index(side.longest)) for side in (queries, keys or queries)
     )
@@ -53,8 +51,7 @@ def read_sizes(queries: PackedDocuments, keys: PackedDocuments | None) -> tuple[
 
 
 class Axis(NamedTuple):
-    """An axis of whole blocks. row_of_token: (tokens,) int64, the row of each token. rows: of the axis. The last row is that of all
-    tokens of no document; no query or key there keeps anything, so its out is 0, its lse -inf and its gradients are 0."""
+    """An axis of whole blocks. row_of_token: (tokens,) int64. The last of ``rows`` is of tokens of no document; none keeps it."""
 
     row_of_token: torch.Tensor
     rows: int

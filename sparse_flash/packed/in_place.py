@@ -1,11 +1,8 @@
 """Packed documents in place: the BlockMask of the packed axis, for patterns whose queries each keep one run of keys.
 
-The runs of the queries of one long document are compiled once. Clipped to the keys of its own document and shifted to their place,
-such a run becomes that of a packed query. A block of queries may belong to several documents. It keeps a block of keys fully if all
-of its runs cover it, and otherwise gets a run tile.
-
-Runs must ascend: then a block of queries of one document has few partial blocks, which bounds the tiles for any lengths. On a GPU
-nothing synchronizes with the host, and shapes depend only on the numbers of tokens.
+The runs of one long document are compiled once, then clipped to the keys of each document and shifted there. A block of queries, of
+one or several documents, keeps a block of keys fully if all of its runs cover it, and otherwise gets a run tile. Runs must ascend,
+which bounds the tiles for any lengths. On a GPU nothing synchronizes with the host.
 """
 
 from __future__ import annotations
@@ -35,11 +32,8 @@ _LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN = 16384, 512, 1024
 
 
 def pack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | MovedDocuments:
-    """The mask of the packed axes under which each document attends only to itself, by the pattern. Moved documents unless each
-    query of the pattern keeps one run of keys, ascending from query to query.
-
-    pattern: a Pattern or its spec text. keys: None if they share the documents of the queries.
-    """
+    """The mask of the packed axes under which each document attends only to itself, by the pattern; moved documents unless each
+    query keeps one run of keys, ascending. keys: None for the documents of the queries."""
     q_side, k_side = read_sizes(queries, keys)
     (starts, tokens, longest), device = q_side, q_side.cu_seqlens.device
     is_plain = is_plain_eager(starts, k_side.cu_seqlens)
@@ -84,8 +78,7 @@ def _assemble(
     entries: int,
     tiles: int,
 ) -> list[torch.Tensor]:
-    """The tensors of by_query and by_key, and tile_runs. runs: of ``LongRuns``. before: blocks of queries of the long document
-    before its first key. entries, tiles: capacities."""
+    """The tensors of by_query and by_key, and tile_runs. before: of the long document. entries, tiles: capacities."""
     from .kernels.spans import lay_out
 
     with current_device(runs.device):
@@ -151,8 +144,7 @@ def _assemble_by_operations(
 
 
 class _MaskOfDocuments(BlockMask):
-    """Its blocks may also start where documents start. A call reads either these or the mask's own: kernels make each table when it
-    is first read, for the documents that there were when the mask was made."""
+    """Its blocks may also start where documents start. Kernels make either table when a call first reads it."""
 
     _runs: LongRuns
     _layout: torch.Tensor

@@ -23,12 +23,9 @@ register_clear(_kept.clear)
 
 
 def kept_of_documents(starts: tuple[torch.Tensor, torch.Tensor], key: tuple, make: Callable[[Callable], MADE]) -> MADE:
-    """``make(run)``, or what it returned before for the same tensors with the same values and the same key.
-
-    starts: cu_seqlens of queries and of keys. On a GPU their versions say whether values changed, so tensors without one, of
-    inference mode, are made of anew, as they are for each stream; and where a graph records operations. make: makes tensors that
-    are kept within ``run``; what it returns refers to neither of starts.
-    """
+    """``make(run)``, or what it returned before for the same tensors with the same values and the same key. starts: cu_seqlens of
+    queries and of keys; on a GPU their versions say whether values changed. make: makes tensors that are kept within ``run``; what
+    it returns refers to neither of starts."""
     queries, keys = starts
     if not is_plain_eager(*starts) or is_recorded(queries.device) or queries.is_inference() or keys.is_inference():
         return make(lambda function: function())

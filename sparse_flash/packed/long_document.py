@@ -78,11 +78,8 @@ class LongDocument:
 
 
 class LongRuns:
-    """The runs of keys of a long document.
-
-    constants: first and stop of each query, (2, queries) int32; mask_index and tile_bits of a mask without bit tiles. longest: keys
-    of a run.
-    """
+    """The runs of keys of a long document. constants: first and stop of each query, (2, queries) int32; mask_index and tile_bits of
+    a mask without bit tiles. longest: keys of a run."""
 
     def __init__(self, first: np.ndarray, stop: np.ndarray, square: bool, device):
         self._square = square
@@ -99,14 +96,12 @@ class LongRuns:
     def find_capacity(self, q_blocks: int, k_blocks: int, longest: int) -> tuple[int, int]:
         """Upper bounds on the entries and on the tiles of all documents of up to ``longest`` keys together.
 
-        A block of queries of one document touches as many blocks as its runs span, plus one. Any other block of queries, with
-        several documents or past the last, touches at most the blocks from its first document's first key to its last document's
-        last key. A document meets at most two of these, so they touch 2 * (k_blocks + q_blocks) blocks in total.
-
-        All of the latter may be partial. So may the blocks of the two query blocks where a document's queries begin and cease to
-        keep something: 2 * (k_blocks + 2 * q_blocks) in total. In any other block of queries, runs start or stop in the partial
-        blocks. Both ascend, so a document has no more of either than it has blocks of keys and of queries:
-        2 * (k_blocks + 2 * q_blocks) in total, as no more documents than query blocks have a query block to themselves.
+        A block of queries of one document touches as many blocks as its runs span, plus one. Any other block of queries touches at
+        most those from its first document's first key to its last document's last key. A document meets at most two of these, so
+        they touch 2 * (k_blocks + q_blocks) blocks in total. All of them may be partial, and so may the blocks of the two query
+        blocks where a document's queries begin and cease to keep something: 2 * (k_blocks + 2 * q_blocks) in total. In any other
+        block of queries, runs start or stop in the partial blocks. Both ascend, so a document has no more of either than it has
+        blocks of keys and of queries: 2 * (k_blocks + 2 * q_blocks) in total.
         """
         longest = -(-longest // BLOCK)
         each = np.minimum(self._blocks, longest + 1)

@@ -1,11 +1,8 @@
 """Packed documents on an axis of whole blocks, and the BlockMask of that axis. For patterns that ``in_place.py`` does not support.
 
-Each document starts in a new block. So the table of one long document contains the tables of all of them: a shorter one keeps the
-entries of its first rows and columns. Only its last block of keys has tiles of its own, if the document ends inside it. If a
-document's numbers of queries and keys differ, its queries start as far into their first block as their first position lies within
-one; its rows are then the last ones before the end of its keys.
-
-PyTorch operations whose shapes depend only on the numbers of tokens and documents: on a GPU nothing synchronizes with the host.
+Each document starts in a new block, and keeps the entries of the first rows and columns of one long document's table. Its last
+block of keys has a new tile if it ends inside. If queries and keys differ in number, the queries start as far into their first
+block as their first position lies within one. PyTorch operations of fixed shapes: on a GPU nothing synchronizes with the host.
 """
 
 from __future__ import annotations
@@ -31,10 +28,7 @@ class MovedDocuments(NamedTuple):
 
 
 def move_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> MovedDocuments:
-    """The document axes, and the mask under which each document attends only to itself, by the pattern.
-
-    pattern: a Pattern or its spec text. keys: None if they share the documents of the queries.
-    """
+    """The document axes, and the mask under which each document attends only to itself, by the pattern. keys: None if shared."""
     q_side, k_side = read_sizes(queries, keys)
     documents = _round_up_documents(q_side.cu_seqlens.shape[0] - 1)
     sizes, entries = _make_plan(pattern, *q_side[1:], *k_side[1:], keys is None, documents, q_side.cu_seqlens.device)
@@ -55,8 +49,7 @@ def _make_plan(
 
 
 def _round_up_documents(documents: int) -> int:
-    """How many documents a plan is made for. In compiled code, where this is symbolic, the next power of two: code that is compiled
-    for each number of documents would be compiled anew in each step of training."""
+    """How many documents a plan is made for: in compiled code the next power of two, so that few numbers are compiled for."""
     if not torch.compiler.is_compiling():
         return documents
     most = 1
@@ -77,8 +70,7 @@ def _assemble(
     run_tiles: int,
     bit_tiles: int,
 ) -> MovedDocuments:
-    """entries, and of the long document: blocks of queries before the first key, blocks of keys, tiles. q_blocks, k_blocks: of both
-    axes. capacity: of entries."""
+    """q_blocks, k_blocks: of both axes. before, columns, run_tiles, bit_tiles: of the long document. capacity: of entries."""
     known, known_tiles, tile_runs, tile_bits = entries
     q_len, k_len = queries.extents()[1], keys.extents()[1]
     q_axis, q_first, q_count = lay_out_blocks(queries, q_blocks, skipped=(k_len - q_len) % BLOCK)

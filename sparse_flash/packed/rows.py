@@ -11,8 +11,7 @@ from .documents import Axis, PackedDocuments
 
 
 class DocumentRows(NamedTuple):
-    """first: (documents,) int32, the first row that a document fills. length: its tokens. longest: rows of each. axis: of all, and
-    one more row, that of tokens of no document."""
+    """first, length: (documents,) int32, the first row that a document fills, and its tokens. longest: rows of each."""
 
     first: torch.Tensor
     length: torch.Tensor
@@ -50,8 +49,7 @@ def read_to_end(caches: tuple[torch.Tensor, ...], table: torch.Tensor, lens: tor
 
 
 def write(cache: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, table: torch.Tensor) -> None:
-    """Writes tokens (documents, n, heads, head_dim) to their positions. Tokens past the capacity are dropped: they write the same
-    as the first one; if that is past the end too, it rewrites the old contents."""
+    """Writes tokens (documents, n, heads, head_dim) to their positions. Those past the capacity write what the first one writes."""
     capacity = table.shape[1] * cache.shape[1]
     fits = position < capacity
     position = torch.where(fits, position, torch.where(fits[:, :1], position[:, :1], capacity - 1))

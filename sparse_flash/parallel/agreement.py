@@ -8,10 +8,7 @@ import torch.distributed as dist
 
 
 def check_agreement(given: dict[str, str] | Exception, group: dist.ProcessGroup) -> None:
-    """Raises ValueError on every rank of the group if their values differ, or if one rank failed.
-
-    given: the values by name, the same names on every rank; or this rank's error, which it raises itself. A collective call.
-    """
+    """Raises ValueError on every rank if their values differ, or if one failed. given: values by name; or this rank's error."""
     every = gather_objects(f"{type(given).__name__}: {given}" if isinstance(given, Exception) else given, group)
     if isinstance(given, Exception):
         raise given
@@ -19,12 +16,10 @@ def check_agreement(given: dict[str, str] | Exception, group: dist.ProcessGroup)
         raise ValueError(f"all ranks of a mesh must make a plan; others could not: {'; '.join(failed)}")
     differing = []
     for name in given:
-        ranks_of: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(every):
-            ranks_of.setdefault(theirs[name], []).append(rank)
-        if len(ranks_of) > 1:
-            by_value = ", ".join(f"{value} on ranks {ranks}" for value, ranks in ranks_of.items())
-            differing.append(f"{name} is {by_value}")
+        by_rank = [theirs[name] for theirs in every]
+        if len(values := dict.fromkeys(by_rank)) > 1:
+            ranks_of = {value: [rank for rank, theirs in enumerate(by_rank) if theirs == value] for value in values}
+            differing.append(f"{name} is " + ", ".join(f"{value} on ranks {ranks}" for value, ranks in ranks_of.items()))
     if differing:
         raise ValueError(f"all ranks of a mesh must make the same plan; {'; '.join(differing)}; pass the same on every rank")
 

@@ -1,5 +1,4 @@
-"""Assigns the tokens of a sequence to ranks. Everything here is a number on the host: every rank finds the same, without
-messages."""
+"""Assigns the tokens of a sequence to ranks, by numbers on the host: every rank finds the same, without messages."""
 
 from __future__ import annotations
 
@@ -57,7 +56,6 @@ class Visits:
 
     @property
     def heads(self) -> int:
-        """Returns over how many heads the counts are summed."""
         return self.mask.mask_index.numel()
 
     @cached_property
@@ -108,8 +106,7 @@ class Owners:
 
 @dataclass(frozen=True, eq=False)
 class Assignment(Owners):
-    """Records which blocks each rank owns, and which it visits under a mask. visits: of the chunks; it says how blocks are
-    counted."""
+    """Records which blocks each rank owns, and which it visits under a mask. visits: of the chunks."""
 
     visits: Visits
 
@@ -136,8 +133,7 @@ class Assignment(Owners):
 
     @cached_property
     def visiting_rows(self) -> np.ndarray:
-        """Returns (ranks,) int64: how many block rows of each rank are in chunks that visit blocks of others. Not every row of such
-        a chunk visits them, so this is an upper bound."""
+        """Returns (ranks,) int64: block rows of each rank in chunks that visit blocks of others, so at least the visiting rows."""
         rows = np.diff(np.append(np.arange(self.visits.chunks) * self.chunk_blocks, len(self.owner_of_block)))
         return np.bincount(self.owner, rows * (self._visited_of_others > 0), self.ranks).astype(np.int64)
 
@@ -147,10 +143,8 @@ class Assignment(Owners):
         return np.stack([self.visits.needed[self.owner == rank].any(0) for rank in range(self.ranks)])
 
     def outgoing(self, source: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (blocks of a rank that others visit; (ranks, blocks) bool, the ranks that get each block).
-
-        If ranks are few, blocks that go to the same ranks follow each other, so the blocks for one rank form few runs.
-        """
+        """Returns (blocks of a rank that others visit; (ranks, blocks) bool, the ranks that get each block). If ranks are few,
+        blocks that go to the same ranks follow each other, so the blocks for one rank form few runs."""
         own = self.blocks[source][self.blocks[source] >= 0]
         wanted = self.needs[:, own]
         wanted[source] = False
@@ -171,11 +165,8 @@ def blocks_per_chunk(blocks: int, block_size: int, ranks: int) -> int:
 
 
 def fold_chunks(chunks: int, ranks: int, folds: int) -> np.ndarray:
-    """Returns (chunks,) int64, the rank of each chunk.
-
-    0 folds give each rank one piece of the sequence. n folds give each rank two pieces in each of n stretches: one piece is as far
-    from the stretch's start as the other is from its end. 1 fold is zigzag.
-    """
+    """Returns (chunks,) int64, the rank of each chunk. 0 folds give each rank one piece of the sequence. n folds give each rank two
+    pieces in each of n stretches, one as far from the stretch's start as the other from its end. 1 fold is zigzag."""
     if not folds:
         return np.arange(chunks) // -(-chunks // ranks)
     pieces = 2 * ranks * folds
@@ -183,19 +174,9 @@ def fold_chunks(chunks: int, ranks: int, folds: int) -> np.ndarray:
     return np.minimum(piece, 2 * ranks - 1 - piece)
 
 
-def balance_chunks(work: np.ndarray, ranks: int) -> np.ndarray:
-    """Returns (chunks,) int64, the rank of each chunk: the chunks by descending work go to ranks 0, 1, ..., 1, 0, 0, 1, ..."""
-    owner, number = np.empty(len(work), np.int64), np.arange(len(work)) % (2 * ranks)
-    owner[np.argsort(-work, kind="stable")] = np.minimum(number, 2 * ranks - 1 - number)
-    return owner
-
-
 def candidates(visits: Sequence[Visits], layers: Sequence[int], ranks: int) -> list[Owners]:
-    """Returns regular assignments: contiguous, zigzag, zigzag in more and more stretches, and chunks levelled by their work.
-
-    Finer assignments balance better, and make ranks fetch more. visits: of masks of one length and block size. layers: how many
-    layers have each mask; the work of all layers counts.
-    """
+    """Returns regular assignments: contiguous, zigzag, zigzag in more and more stretches, and chunks levelled by their work in all
+    layers. Finer assignments balance better, and make ranks fetch more. layers: how many layers have each mask."""
     chunks = visits[0].chunks
     owners = {CONTIGUOUS: fold_chunks(chunks, ranks, 0)}
     folds = 1
@@ -203,7 +184,10 @@ def candidates(visits: Sequence[Visits], layers: Sequence[int], ranks: int) -> l
         owners["zigzag" if folds == 1 else f"zigzag in {folds} stretches"] = fold_chunks(chunks, ranks, folds)
         folds *= 2
     work = np.sum([one.work / one.heads * count for one, count in zip(visits, layers, strict=True)], axis=0)
-    owners["levelled"] = balance_chunks(work, ranks)
+    # The chunks by descending work go to ranks 0, 1, ..., 1, 0, 0, 1, ...
+    number, levelled = np.arange(chunks) % (2 * ranks), np.empty(chunks, np.int64)
+    levelled[np.argsort(-work, kind="stable")] = np.minimum(number, 2 * ranks - 1 - number)
+    owners["levelled"] = levelled
     most_chunks = -(-chunks // ranks)
     return [
         Owners.from_chunks(name, owner, visits[0].chunk_blocks, visits[0].mask.grid.q_blocks, ranks)

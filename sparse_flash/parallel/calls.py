@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..core import backends, hopper
 from ..core import triton as triton_backend
@@ -18,37 +19,35 @@ from .transfer import Message, PendingExchange, pack, unpack
 if TYPE_CHECKING:
     from ..kernels.hopper.backward import JointBackward
 
-Addends = tuple[torch.Tensor, torch.Tensor]
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_KeyValues = tuple[torch.Tensor, torch.Tensor]
-_Keys = tuple[torch.Tensor, torch.Tensor, object]  # k, v, table
+Addends = tuple[Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
+_KeyValues = tuple[Tensor, Tensor]
+_Keys = tuple[Tensor, Tensor, object]  # k, v, table
 
 
 class PartialAttention(NamedTuple):
-    """Attends a rank's rows to some columns, by a back end. Its fields are the last arguments of the operators of both passes, in
-    their order. handle: of a Route. scale: None for 1 / sqrt(head_dim)."""
+    """Attends a rank's rows to some columns, by a back end. Its fields are the last arguments of both operators. handle: Route."""
 
-    handle: torch.Tensor
+    handle: Tensor
     scale: float | None
     deterministic: bool
     backend: str
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
         """Returns (out, lse) over the columns of the mask."""
         call = self._prepare_call(q, k, v, mask)
         return backends.get_backend(call.backend).forward(call)
 
-    def backward(self, rows: QueryRows, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> Gradients:
+    def backward(self, rows: QueryRows, k: Tensor, v: Tensor, mask: BlockMask) -> Gradients:
         """Returns (dq, dk, dv) from the pairs of the mask. rows: with out and lse over all columns, for the probabilities."""
         q, dout, dlse, out, lse = rows
         call = self._prepare_call(q, k, v, mask)
         return backends.get_backend(call.backend).backward(call, dout, dlse, out, lse)
 
     def backward_in_two_calls(
-        self, rows: QueryRows, own: _KeyValues, fetched: torch.Tensor, calls: TwoCalls, message: Message
+        self, rows: QueryRows, own: _KeyValues, fetched: Tensor, calls: TwoCalls, message: Message
     ) -> tuple[Gradients, PendingExchange]:
-        """Returns ((dq, dk, dv) of the rank's tokens, the gradients of the blocks that the rank sent, on their way). The call on
-        own columns overlaps their exchange. own: k and v. message: for the gradients of fetched blocks."""
+        """Returns ((dq, dk, dv) of the rank's tokens, the gradients of the blocks that it sent, on their way, meanwhile)."""
         head_dim = rows.q.shape[3]
         others = unpack(fetched, head_dim)
         joined = self.join_calls(rows, own, others, calls)
@@ -82,14 +81,14 @@ class PartialAttention(NamedTuple):
         joint = hopper.joint_backward(rows.dout, rows.dlse, rows.q, rows.out, rows.lse, keys, of_own.scale)
         return None if joint is None else (joint, *keys)
 
-    def _prepare_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> AttentionCall:
+    def _prepare_call(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> AttentionCall:
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         table = mask.kernel_table(q.is_cuda)
         call = AttentionCall(q, k, v, mask, table, scale, self.deterministic, self.backend)
         return prepare(call, call.key, mask)
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, partial: tuple[torch.Tensor, torch.Tensor]) -> None:
+def merge(out: Tensor, lse: Tensor, partial: tuple[Tensor, Tensor]) -> None:
     """Merges (out, lse) of the same rows over other keys into out and lse, in place."""
     other_out, other_lse = partial
     if triton_backend.can_use_kernels(out.device):
@@ -105,9 +104,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, partial: tuple[torch.Tensor, tor
     lse.copy_(total)
 
 
-def add_blocks(
-    whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor, block_size: int, addends: Addends | None = None
-) -> None:
+def add_blocks(whole: Tensor, part: Tensor, rows: Tensor, block_size: int, addends: Addends | None = None) -> None:
     """Adds gradients of some blocks to ``whole``, in place, and rounds once. Arguments: as for ``merge.add_rows``."""
     if triton_backend.can_use_kernels(whole.device):
         from ..kernels.portable.merge import add_rows

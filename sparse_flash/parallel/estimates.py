@@ -15,7 +15,7 @@ ELEMENT_BYTES = 2  # float16, bfloat16
 
 # ``masks/costs`` gives the times of calls, the same on all ranks. The other rates were fitted to runs on two H100:
 # docs/performance/several-gpus.md, "The rates behind the estimates", has the measured ranges and the results files.
-_MEMORY_RATE = 1e6 * COPY_RATE  # bytes per second of copies, merges and calls on few keys
+_COPIED = 1e6 * COPY_RATE / 2  # bytes per second of copies, merges and calls on few keys; each is read and written
 # Other links may be slower: link_rate= gives their rate.
 LINK_RATE = 255e9  # bytes per second that a rank receives
 # An exchange slows a call that it overlaps. The cost is a share of the time in which both run.
@@ -29,8 +29,7 @@ _MERGE_BYTES = 6  # the merge after it: reads both results, writes one
 
 @dataclass(frozen=True)
 class SequenceSizes:
-    """Holds the sizes of one sequence. q_len, block_size: tokens. heads: of queries. kv_heads: of keys and values. link_rate: bytes
-    per second that a rank receives."""
+    """Holds the sizes of one sequence. q_len, block_size: tokens. link_rate: bytes per second that a rank receives."""
 
     q_len: int
     block_size: int
@@ -50,17 +49,11 @@ def _pass_seconds(backward: bool, rows: float, blocks: float, sizes: SequenceSiz
     return 1e-6 * row_us(backward, BLOCK, rows * size, blocks * size**2)
 
 
-def _copy_seconds(size: float) -> float:
-    """Returns the seconds that copying ``size`` bytes takes."""
-    return 2 * size / _MEMORY_RATE
-
-
 class CallTimes(NamedTuple):
     """Holds the seconds of a pass in which blocks travel, (ranks,) each. one_call: the exchange, then one call on all columns.
     two_calls: a call on the rank's own columns, which overlaps the exchange, then a call on the columns of others.
 
-    All ranks make equally many calls: if they differ, a rank with two calls waits for a rank with one, which sends its gradients
-    late (docs/performance/several-gpus.md, "One call or two"). So the slowest rank decides.
+    The slowest rank decides for all: docs/performance/several-gpus.md, "One call or two".
     """
 
     one_call: np.ndarray
@@ -81,12 +74,12 @@ def block_times(option: Assignment, sizes: SequenceSizes) -> tuple[CallTimes, Ca
     travel = received * sizes.block_bytes / sizes.link_rate
     # One call needs all blocks in one tensor, so own and fetched blocks are copied into it, and gradients out of it. In a forward
     # pass the exchange hides the copy of own blocks. Two calls copy only the gradients of fetched blocks.
-    copy_block, rows = _copy_seconds(sizes.block_bytes), held * sizes.heads
+    copy_block, rows = sizes.block_bytes / _COPIED, held * sizes.heads
     copy_own, copy_fetched = held * copy_block * (received > 0), received * copy_block
     # Queries that visit no block of others are read, and their zeros written, but not merged. Backward calls accumulate into one dQ
     # (``hopper.joint_backward``).
     row_elements = sizes.heads * sizes.block_size * HEAD_DIM
-    merge = _copy_seconds(row_elements / 2) * (_CALL_BYTES * held * (visiting_rows > 0) + _MERGE_BYTES * visiting_rows)
+    merge = row_elements / 2 / _COPIED * (_CALL_BYTES * held * (visiting_rows > 0) + _MERGE_BYTES * visiting_rows)
     # Visits are summed before the conversion, so that assignments with equal sums tie to the last bit.
     on_all, on_own, on_others = (
         [_pass_seconds(backward, of_rows, 0, sizes) + visits * _pass_seconds(backward, 0, 1, sizes) for backward in (False, True)]
@@ -109,8 +102,7 @@ def _overlapped_seconds(call: np.ndarray, travel: np.ndarray) -> np.ndarray:
 
 
 def block_seconds(option: Assignment, sizes: SequenceSizes) -> float:
-    """Returns the seconds of a forward pass that fetches blocks, of the slowest rank. That need be neither the rank with the most
-    work nor the rank that gets most."""
+    """Returns the seconds of a forward pass that fetches blocks, of the slowest rank."""
     forward, _ = block_times(option, sizes)
     return min(float(of_ranks.max()) for of_ranks in forward)
 
@@ -123,4 +115,4 @@ def head_seconds(mask: BlockMask, own_blocks: int, sizes: SequenceSizes, ranks: 
     copied = own_blocks * sizes.block_bytes * (1 + sizes.heads / sizes.kv_heads)
     received = copied * (ranks - 1) / ranks
     seconds = _pass_seconds(False, own_blocks * sizes.heads, by_head.reshape(ranks, -1).sum(1).max(), sizes)
-    return seconds + received / sizes.link_rate + _copy_seconds(copied)
+    return seconds + received / sizes.link_rate + copied / _COPIED

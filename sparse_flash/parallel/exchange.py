@@ -1,8 +1,7 @@
 """Operators that exchange tensors among ranks, each with its gradient.
 
 An exchange starts and ends within its operator, because waiting for a functional collective under torch.compile is not dependable
-(pytorch#168352, #179858). Meanwhile the operator attends the columns that the rank has. The process group moves tensors on its own
-stream, and keeps them alive until the current stream waits for that stream. The host never waits.
+(pytorch#168352, #179858). Meanwhile the operator attends the columns that the rank has. The host never waits.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..compat.names import operator_name
 from ..core.operators import prepare_upstream, refuse_second_derivatives
@@ -26,14 +26,11 @@ _BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor b
 
 
 @torch.library.custom_op(operator_name("context_attention"), mutates_args=(), schema=_FORWARD)
-def attend_blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *given: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attends the rank's queries to its own keys and to fetched keys. Returns (out, lse, the fetched blocks), the first two
-    differentiable in q, k and v.
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, columns: Tensor, block_size: int, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Attends the rank's queries to its own keys and to fetched keys. Returns (out, lse, the fetched blocks).
 
-    q, k, v: of the rank's tokens, whole blocks. columns: a tensor with an element for each fetched block, at least two. Its length
-    tells the compiler their number as a dynamic shape. given: the fields of a PartialAttention, whose route is of block_size.
+    columns: an element for each fetched block, at least two: their number as a dynamic shape. given: the fields of a
+    PartialAttention, whose route is of block_size.
     """
     run = PartialAttention(*given)
     route: Route = record_of(run.handle)
@@ -51,15 +48,13 @@ def attend_blocks(
 
 
 @attend_blocks.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, columns: torch.Tensor, block_size: int, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, columns: Tensor, block_size: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return empty_out(q, v.shape[3]), lse, empty_blocks(k, v, columns.shape[0], block_size)
 
 
 @torch.library.custom_op(operator_name("context_attention_backward"), mutates_args=(), schema=_BACKWARD)
-def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> Gradients:
+def _backward(dout: Tensor, dlse: Tensor | None, *saved: Any) -> Gradients:
     """Returns (dq, dk, dv) of the rank's tokens. saved: tensors of ``_save_tensors``, then the fields of PartialAttention."""
     q, k, v, buffer, out, lse, *given = saved
     run, rows = PartialAttention(*given), QueryRows(q, dout, dlse, out, lse)
@@ -84,18 +79,18 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> Gra
 
 
 @_backward.register_fake
-def _(dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Gradients:
+def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, _, _, handle, *ctx.settings = inputs
     out, lse, buffer = output
     ctx.save_for_backward(q, k, v, buffer, out, lse, handle)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     *_, out, lse, _ = saved = ctx.saved_tensors
     gradients = _backward(*prepare_upstream(dout, dlse, out, lse), *saved, *ctx.settings)
     return *gradients, None, None, *[None] * len(PartialAttention._fields)
@@ -106,9 +101,8 @@ _backward.register_autograd(refuse_second_derivatives)
 
 
 @torch.library.custom_op(operator_name("all_to_all"), mutates_args=())
-def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Exchanges parts: part i of rank j becomes part j of rank i. Its own gradient. parts: (ranks, ...), of one shape. handle: of
-    the process group."""
+def all_to_all(parts: Tensor, handle: Tensor) -> Tensor:
+    """Exchanges parts, (ranks, ...): part i of rank j becomes part j of rank i. handle: of the process group."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=record_of(handle))
@@ -116,7 +110,7 @@ def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
 
 
 @all_to_all.register_fake
-def _(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+def _(parts: Tensor, handle: Tensor) -> Tensor:
     return parts.new_empty(parts.shape)
 
 
@@ -126,7 +120,7 @@ all_to_all.register_autograd(
 )
 
 
-def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> PendingExchange:
+def _fetch(k: Tensor, v: Tensor, buffer: Tensor, route: Route) -> PendingExchange:
     """Starts fetching the blocks of others to the start of the buffer."""
     message = Message.allocate(buffer, route.traffic, route)
     pack(k, v, message.pieces, route.sent_blocks if message.memory is None else route.message_blocks)

@@ -1,8 +1,7 @@
 """Moves messages between GPUs of one host by their copy engines.
 
 NCCL moves bytes by kernels on multiprocessors, which slows attention that runs at the same time. Here each rank writes its message
-to memory that all ranks can read, and copies its pieces from the messages of others. The copies run on their own stream and use no
-multiprocessor.
+to memory that all ranks can read, and copies its pieces from the messages of others.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ _memories: WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None] = WeakKeyDict
 
 
 class PeerMemory:
-    """Holds a rank's memory for one message at a time, which all ranks of its group read.
-
-    ``allocate`` returns memory, the current stream writes it, ``exchange`` copies it to the ranks that need it. Both are collective
-    calls. The memory grows to the longest message of all ranks, and is kept. Raises RuntimeError if GPUs cannot share memory.
-    """
+    """Holds a rank's memory for one message at a time, which all ranks of its group read. It grows to the longest message of all.
+    ``allocate`` and ``exchange`` are collective calls. Raises RuntimeError if GPUs cannot share memory."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._name, self._device, self._module = group.group_name, device, torch.get_device_module(device)
@@ -48,7 +44,6 @@ class PeerMemory:
 
     @property
     def size(self) -> int:
-        """Returns the bytes held."""
         return 0 if self._memory is None else self._memory.numel()
 
     def _make_shared(self, size: int) -> tuple[torch.Tensor, Any]:
@@ -67,8 +62,7 @@ class PeerMemory:
         return self._memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
     def exchange(self, received: torch.Tensor, traffic: Traffic) -> Any:
-        """Starts copies that fill ``received``, contiguous, piece after piece, from the messages that all ranks wrote last. Returns
-        the event that ends them, whose ``wait`` makes the current stream wait, not the host."""
+        """Starts copies that fill ``received``, contiguous, piece after piece. Returns the event that ends them."""
         self._meet()
         piece_elements = received[:1].numel()
         with self._module.stream(self._stream):
@@ -91,8 +85,8 @@ class PeerMemory:
 
 
 def peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
-    """Returns the memory that a group's ranks share. Returns None if the group moves messages itself: on CPUs, between hosts, and
-    if NVLink does not join all GPUs. The first call for a group is collective. Warns if sharing should work and fails."""
+    """Returns the memory that a group's ranks share; None on CPUs, between hosts, and if NVLink does not join all GPUs. The first
+    call for a group is collective. Warns if sharing should work and fails."""
     if group not in _memories:
         _memories[group] = _make_memory(group, device)
     return _memories[group]

@@ -68,9 +68,8 @@ def context_parallel(
     - "auto": for each mask, the strategy whose slowest rank is estimated to take least time. Without heads=, heads are not
       exchanged.
 
-    If NVLink joins the GPUs of one host, their copy engines move long messages of blocks, which leaves the multiprocessors to
-    attention. Each rank then keeps memory for the longest message of any rank: the blocks that it sends, or the gradients of the
-    blocks that it gets. With the environment variable SPARSE_FLASH_COPY_ENGINES=0, NCCL moves all messages.
+    If NVLink joins the GPUs of one host, their copy engines move long messages, and ranks keep memory for the longest one. With the
+    environment variable SPARSE_FLASH_COPY_ENGINES=0, NCCL moves all messages.
 
     A collective call: all ranks of the mesh make it together, and compare their arguments on the host. Raises ValueError on every
     rank if arguments differ, or if one rank raises for an argument; TypeError for a BlockSelection.
@@ -94,9 +93,9 @@ def context_parallel(
     words = ", ".join(map(_describe_mask, different, masks)) + (f" for layers {layers}" if len(layers) > 1 else "")
     assignment = f"{choice.owners.name} ({sha256(choice.owners.blocks.tobytes()).hexdigest()[:12]})"
     decided = {"strategy": ", ".join(choice.strategies), "assignment": assignment}
-    check_agreement(
-        {"mask": words, "q_len": str(q_len), **options.facts(), "block_size": str(masks[0].block_size)} | decided, group
-    )
+    # Links may differ, if the decisions do not.
+    facts = {name: str(value) for name, value in vars(options).items() if name != "link_rate"}
+    check_agreement({"mask": words, "q_len": str(q_len), **facts, "block_size": str(masks[0].block_size), **decided}, group)
     device = torch.empty(0, device=mesh.device_type).device
     starts = set.intersection(*map(_document_starts, different))
     positions = choice.owners.positions(q_len, masks[0].block_size)
@@ -109,10 +108,8 @@ def context_parallel(
 class ContextPlan(TokenShards):
     """Holds one rank's view of a sequence that several ranks share. ``context_parallel`` makes plans.
 
-    tokens: int, the tokens of this rank, the same number on every rank. Some ranks have padding at their end. A plan of one rank
-    has none. q_len: tokens of the whole sequence.
-    positions: (tokens,) int64 on the plan's device, each token's position in the whole sequence, ascending; 0 for padding. Rotary
-    embeddings use them, for instance.
+    tokens: of this rank, the same number on every rank, some with padding at their end. q_len: tokens of the whole sequence.
+    positions: (tokens,) int64 on the plan's device, each token's position in the whole sequence, ascending; 0 for padding.
     document_positions: (tokens,) int64 on the plan's device, each token's position in its document, for a mask with documents.
     exists: (tokens,) bool on the plan's device, False for padding.
     mask: of the whole sequence, on the CPU. strategy: "blocks" or "heads". rank: this rank. ranks: their number. device: of the
@@ -155,13 +152,11 @@ class ContextPlan(TokenShards):
 
         q: (batch, heads, tokens, head_dim). k: (batch, kv_heads, tokens, head_dim). v: (batch, kv_heads, tokens, v_head_dim). All
         three hold this rank's tokens, on the plan's device.
-        select: replaces the plan's mask by blocks chosen from queries, under strategy "heads" only. It is a function of (q, k) that
-        returns a BlockSelection or a BlockMask, as ``topk_blocks`` does; or such a selection or mask. The function gets all q_len
-        tokens in order, without padding. Rank r gets heads / ranks heads of q, from number r * heads / ranks on, and the matching
-        kv_heads / ranks heads of k.
-        scale, sinks, return_lse: as for ``sf.attention``.
-        deterministic: as for ``sf.attention``. With True, gradients have the same bits in every run with equally many ranks.
-        backend: as for ``sf.attention``; "reference" under strategy "heads" only.
+        select: replaces the plan's mask by blocks chosen from queries, under strategy "heads" only: a BlockSelection, a BlockMask,
+        or a function of (q, k) that returns one, as ``topk_blocks`` does. The function gets all q_len tokens in order, without
+        padding, of the rank's heads: heads / ranks of q, from number rank * heads / ranks on, and the matching ones of k.
+        scale, sinks, return_lse, deterministic, backend: as for ``sf.attention``; "reference" under strategy "heads" only. With
+        deterministic=True, gradients have the same bits in every run with equally many ranks.
 
         Returns out, (batch, heads, tokens, v_head_dim), or (out, lse); both are differentiable in q, k, v and sinks. The gradient
         of sinks is this rank's share, as for any parameter: the sum over ranks is the whole gradient. Padding has out 0, and adds

@@ -1,5 +1,4 @@
-"""Computes one rank's numbers of a plan from masks, on the host, without messages to other ranks: which rank owns which tokens, the
-strategy of each mask, by estimated times, and this rank's tables."""
+"""Computes one rank's numbers of a plan from masks, on the host: who owns which tokens, strategies by estimated times, tables."""
 
 from __future__ import annotations
 
@@ -58,19 +57,13 @@ class PlanOptions:
                 f"strategy must be 'auto', 'blocks' or 'heads'; got {self.strategy!r}; 'auto' takes what is estimated to be fastest"
             )
         kv_heads = self.kv_heads or self.heads
-        if self.strategy != "heads":
-            return
-        if kv_heads is None:
+        if self.strategy == "heads" and kv_heads is None:
             raise ValueError("strategy 'heads' needs heads=; got None; pass heads= and kv_heads= of the attention calls")
-        if kv_heads % ranks:
+        if self.strategy == "heads" and kv_heads is not None and kv_heads % ranks:
             raise ValueError(
                 f"strategy 'heads' needs a number of ranks that divides kv_heads; got {ranks} ranks and {kv_heads} kv_heads; pass "
                 "strategy='blocks', or a smaller mesh"
             )
-
-    def facts(self) -> dict[str, str]:
-        """Returns the options that must be the same on all ranks. Links may differ, if the decisions do not."""
-        return {name: str(value) for name, value in vars(self).items() if name != "link_rate"}
 
     def sizes(self, masks: Sequence[BlockMask]) -> SequenceSizes:
         """Returns the sizes of the sequence. Raises ValueError if the masks have other numbers of heads, or several blocks."""
@@ -88,8 +81,7 @@ class PlanOptions:
 
 
 class Choice(NamedTuple):
-    """Holds the fastest owners of the tokens, the same for all masks, and the strategy of each mask. seconds: estimated, of a
-    forward pass of all layers."""
+    """Holds the fastest owners of the tokens, and the strategy of each mask. seconds: of a forward pass of all layers."""
 
     seconds: float
     owners: Owners
@@ -99,11 +91,8 @@ class Choice(NamedTuple):
 def plan_sequence(
     masks: Sequence[BlockMask], layers: Sequence[int], rank: int, ranks: int, options: PlanOptions
 ) -> tuple[Choice, list[Local]]:
-    """Plans one rank's part of a sequence. Returns (the choice, what the rank attends by under each mask, on the CPU).
-
-    masks: different masks, on the CPU, of one length and block size. layers: how many layers have each mask. Raises ValueError for
-    options that do not fit the masks.
-    """
+    """Plans one rank's part of a sequence. Returns (the choice, what the rank attends by under each mask, on the CPU). layers: how
+    many layers have each mask. Raises ValueError for options that do not fit the masks."""
     sizes = options.sizes(masks)
     allowed: Sequence[Strategy] = [options.strategy] if options.strategy != "auto" else STRATEGIES
     if options.strategy == "auto" and (options.heads is None or sizes.kv_heads % ranks):
@@ -124,9 +113,8 @@ def plan_sequence(
 def choose_strategies(
     visits: Sequence[Visits], layers: Sequence[int], sizes: SequenceSizes, ranks: int, allowed: Sequence[Strategy]
 ) -> Choice:
-    """Chooses owners of the tokens and a strategy for each mask, to minimize the time of all layers. Ranks meet in the exchange of
-    each layer, so a layer takes the time of its slowest rank. Heads are exchanged only if each rank owns one piece of the sequence.
-    visits: of the masks. layers: how many layers have each mask."""
+    """Chooses owners of the tokens and a strategy for each mask, to minimize the time of all layers, each that of its slowest rank.
+    Heads are exchanged only if each rank owns one piece of the sequence."""
     choices = []
     for owners in candidates(visits, layers, ranks):
         seconds: dict[Strategy, list[float]] = {}

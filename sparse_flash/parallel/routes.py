@@ -1,8 +1,7 @@
 """Records one rank's side of a plan's exchanges: the tables of its calls, and the blocks that it sends and gets.
 
-An operator gets a handle instead of these records: a number in a 0-d tensor on the CPU. So torch.compile guards on no number of a
-plan, and one graph serves all plans of one shape. The handle owns its record: a backward pass saves the handle, and may run after
-the plan is freed.
+An operator gets a handle, a number in a 0-d tensor on the CPU, so that one compiled graph serves all plans of one shape. The
+handle owns its record: a backward pass saves the handle, and may run after the plan is freed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _numbers = count()
 
 
 def make_handle(record: Route | dist.ProcessGroup) -> torch.Tensor:
-    """Returns a new handle. No reference leads back to the handle, so both are freed at once, without a garbage collector."""
+    """Returns a new handle. No reference leads back to it, so both are freed at once."""
     number = next(_numbers)
     handle = torch.tensor(number, device="cpu")
     handle._owned_by_handle = record  # type: ignore[attr-defined]  # lives as long as the tensor
@@ -48,10 +47,8 @@ def take_mask(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
 
 @dataclass(frozen=True, eq=False)
 class TwoCalls:
-    """Describes a pass in two calls, one of which overlaps the exchange.
-
-    near: the mask of the rank's block rows and its own block columns. far: of these rows and the blocks that it gets, if any.
-    """
+    """Describes a pass in two calls, one of which overlaps the exchange. near: the mask of the rank's block rows and its own block
+    columns. far: of these rows and the blocks that it gets, if any."""
 
     near: BlockMask
     far: BlockMask | None
@@ -94,15 +91,13 @@ class Route:
     def to(self, device: torch.device, group: dist.ProcessGroup, memory: PeerMemory | None) -> Route:
         names = "forward", "backward", "sent_blocks", "message_blocks", "gradient_targets"
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        first, positions = self.gradient_sources or (None, None)
-        if first is not None and positions is not None:
-            moved["gradient_sources"] = first.to(device), positions.to(device)
+        if self.gradient_sources is not None:
+            moved["gradient_sources"] = tuple(one.to(device) for one in self.gradient_sources)
         return replace(self, **moved, group=group, memory=memory)
 
     @classmethod
     def from_assignment(cls, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes) -> Route:
-        """Returns a rank's exchange on the CPU, where the mask is. overlap: None takes one call or two, for each pass, by the
-        estimate for the slowest rank, so all ranks make equally many calls."""
+        """Returns a rank's exchange, on the CPU. overlap: None decides for each pass by the estimate for the slowest rank."""
         mask = assignment.visits.mask
         outgoing = [assignment.outgoing(source) for source in range(assignment.ranks)]
         sent, wanted = outgoing[rank]
@@ -118,10 +113,8 @@ class Route:
         index[own[own >= 0]] = np.flatnonzero(own >= 0)
         sent_blocks = index[np.concatenate([sent[of_rank] for of_rank in wanted])]
         targets, counts = np.unique(sent_blocks, return_counts=True)
-        sources = None
-        if len(targets) == len(sent_blocks):
-            targets = sent_blocks
-        else:
+        targets, sources = (sent_blocks if len(targets) == len(sent_blocks) else targets), None
+        if len(targets) < len(sent_blocks):
             first, positions = np.append(0, counts.cumsum()), np.argsort(sent_blocks, kind="stable")
             sources = torch.from_numpy(first), torch.from_numpy(positions)
         return cls(

@@ -25,11 +25,8 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 @dataclass(eq=False, repr=False)
 class TokenShards:
-    """Holds one rank's tokens of a sequence. Every rank has equally many; some have padding at their end.
-
-    q_len: tokens of the sequence. all_positions: (ranks, tokens) int64 on the host, of the tokens in the sequence, -1 for padding.
-    cu_seqlens: where documents start. group: the ranks. device: of the tensors.
-    """
+    """Holds one rank's tokens of a sequence of q_len. Every rank has equally many; some have padding at their end. all_positions:
+    (ranks, tokens) int64 on the host, of the tokens in the sequence, -1 for padding. cu_seqlens: where documents start."""
 
     q_len: int
     all_positions: np.ndarray
@@ -73,8 +70,7 @@ class TokenShards:
     def shard(self, x: torch.Tensor, dim: int, fill: float = 0) -> torch.Tensor:
         """Returns this rank's tokens of x, with ``fill`` for padding: dimension ``dim`` has ``tokens`` elements instead of q_len.
 
-        x: all tokens in natural order, on any device. The result is differentiable in x. Shift labels before sharding them: the
-        next token may be on another rank. Raises ValueError if ``dim`` does not hold q_len tokens.
+        x: all tokens in order, on any device; differentiable. Shift labels before. Raises ValueError for other lengths of ``dim``.
         """
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.q_len:
             raise ValueError(
@@ -87,11 +83,10 @@ class TokenShards:
         return x.index_select(dim, self.positions.to(x.device)).masked_fill(padding, fill)
 
     def unshard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns all tokens of x in natural order, without padding, on every rank: dimension ``dim`` has q_len elements instead of
-        ``tokens``.
+        """Returns all tokens of x in order, without padding, on every rank: dimension ``dim`` has q_len elements.
 
-        x: this rank's tokens, on the plan's device, with one shape and dtype on all ranks. A collective call. It is not
-        differentiable: the result is detached. Raises ValueError if ``dim`` does not hold this rank's tokens.
+        x: this rank's tokens, on the plan's device, with one shape and dtype on all ranks. A collective call, not differentiable.
+        Raises ValueError if ``dim`` does not hold this rank's tokens.
         """
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
             raise ValueError(

@@ -14,10 +14,8 @@ _MOST_RUNS = 64  # runs that a rank copies in an exchange; the host takes about 
 @dataclass(frozen=True, eq=False)
 class Traffic:
     """Describes one exchange. In a message that all ranks read, each piece is once, even if several ranks get it. In a message that
-    the process group moves, the pieces for rank 0 come first. A rank receives the pieces of rank 0 first.
-
-    wanted: for each rank's message that all ranks read, (ranks, pieces) bool, the ranks that get each piece. rank: this rank.
-    """
+    the process group moves, the pieces for rank 0 come first. A rank receives the pieces of rank 0 first. wanted: for each rank's
+    message that all ranks read, (ranks, pieces) bool, the ranks that get each piece."""
 
     wanted: list[np.ndarray]
     rank: int
@@ -58,11 +56,8 @@ class Traffic:
 
     @cached_property
     def order(self) -> list[int]:
-        """Returns the other ranks that this rank gets pieces from, in the order of copying.
-
-        All ranks copy round after round. In a round no two ranks read from the same rank, because two readers halve each other's
-        rate (docs/performance/several-gpus.md, "Copied by copy engines").
-        """
+        """Returns the other ranks that this rank gets pieces from, in rounds. In a round no two ranks read from the same rank:
+        docs/performance/several-gpus.md, "Copied by copy engines"."""
         left, order = np.where(np.eye(len(self.wanted), dtype=bool), 0, self.pieces), []
         while left.any():
             # Ranks with most pieces left to send or to get are in every round, so there are no more rounds than these ranks need.

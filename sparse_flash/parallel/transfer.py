@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..compat.pytorch import sleep_cycles
 from ..core import triton as triton_backend
@@ -20,20 +20,18 @@ _START_CYCLES = 20_000  # cycles, about 11 us, in which an exchange's kernel sta
 
 
 class PendingExchange(NamedTuple):
-    """Holds the tensor that an exchange fills and, until it is done, the message that it reads. work: its ``wait`` makes the
-    current stream wait; None if nothing is left to wait for."""
+    """Holds the tensor that an exchange fills and, until it is done, the message that it reads. work: None once it is done."""
 
-    received: torch.Tensor
-    message: torch.Tensor | None = None
+    received: Tensor
+    message: Tensor | None = None
     work: Any = None
 
     def wait_for_start(self) -> None:
-        """Idles the current stream until the exchange's kernel has started. That kernel starts on another stream, a few us after
-        its inputs are ready. If kernels that take all multiprocessors came first, the exchange would start only when they end."""
+        """Idles the current stream until the exchange's kernel has started, before kernels that take all multiprocessors do."""
         if self.work is not None and self.received.is_cuda:
             sleep_cycles(_START_CYCLES)
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """Makes the current stream wait for the exchange. Returns the filled tensor."""
         if self.work is not None:
             self.work.wait()
@@ -41,19 +39,16 @@ class PendingExchange(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Holds the pieces that this rank sends next. Fill ``pieces``, then ``send`` them.
+    """Holds the pieces that this rank sends next, (sent pieces, *piece), contiguous. memory: holds the pieces where all ranks read
+    them, each once; None if the process group moves them. All ranks have it, or none has."""
 
-    pieces: (sent pieces, *piece), contiguous. memory: holds the pieces where all ranks read them, each once; None if the process
-    group moves them. All ranks have it, or none has.
-    """
-
-    pieces: torch.Tensor
+    pieces: Tensor
     traffic: Traffic
     group: dist.ProcessGroup | None
     memory: PeerMemory | None
 
     @classmethod
-    def allocate(cls, like: torch.Tensor, traffic: Traffic, route: Route) -> Message:
+    def allocate(cls, like: Tensor, traffic: Traffic, route: Route) -> Message:
         """Returns a message of uninitialized pieces in shape and dtype of the pieces of ``like``, (pieces, *piece). Collective."""
         piece = like.shape[1:]
         piece_bytes = piece.numel() * like.element_size()
@@ -64,7 +59,7 @@ class Message(NamedTuple):
         pieces = memory.allocate(max(counts) * piece_bytes, counts[traffic.rank], *piece, dtype=like.dtype)
         return cls(pieces, traffic, route.group, memory)
 
-    def send(self, received: torch.Tensor | None = None) -> PendingExchange:
+    def send(self, received: Tensor | None = None) -> PendingExchange:
         """Starts the exchange that fills ``received``, contiguous, piece after piece. None: a new tensor."""
         traffic = self.traffic
         if received is None:
@@ -79,26 +74,21 @@ class Message(NamedTuple):
         return PendingExchange(received, self.pieces, work)
 
 
-def empty_blocks(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
+def empty_blocks(k: Tensor, v: Tensor, count: int, block_size: int) -> Tensor:
     """Returns (count, block, batch, kv_heads, head_dim + v_head_dim), uninitialized. A piece is a block's keys and values."""
     return k.new_empty(count, block_size, *k.shape[:2], k.shape[3] + v.shape[3])
 
 
-def split_packed(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def split_packed(packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return packed[..., :head_dim], packed[..., head_dim:]
 
 
-def as_blocks(x: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Returns x, (batch, heads, tokens, size), viewed as (blocks, block, batch, heads, size)."""
-    return x.unflatten(2, (-1, block_size)).permute(2, 3, 0, 1, 4)
-
-
-def as_tokens(blocks: torch.Tensor) -> torch.Tensor:
-    """Reverses ``as_blocks``, also as a view."""
+def as_tokens(blocks: Tensor) -> Tensor:
+    """Returns (blocks, block, batch, heads, size) viewed as (batch, heads, tokens, size)."""
     return blocks.flatten(0, 1).permute(1, 2, 0, 3)
 
 
-def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, blocks: torch.Tensor | None = None) -> None:
+def pack(k: Tensor, v: Tensor, packed: Tensor, blocks: Tensor | None = None) -> None:
     """Copies blocks of k and v to ``packed``. blocks: (packed blocks,) int64, the blocks to copy; None for all."""
     block_size = packed.shape[1]
     for tensor, half in zip((k, v), split_packed(packed, k.shape[3]), strict=True):
@@ -108,18 +98,16 @@ def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, blocks: torch.T
             with current_device(k.device):
                 copy_rows(tensor, as_tokens(half), blocks, block_size)
         else:
-            mine = as_blocks(tensor, block_size)
+            mine = tensor.unflatten(2, (-1, block_size)).permute(2, 3, 0, 1, 4)
             half.copy_(mine if blocks is None else mine.index_select(0, blocks))
 
 
-def unpack(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack(packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Returns views (k, v) of packed blocks, each (batch, kv_heads, tokens, its head_dim)."""
     return split_packed(as_tokens(packed), head_dim)
 
 
-def append_fetched(
-    k: torch.Tensor, v: torch.Tensor, count: int, block_size: int, wait: Callable[[], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def append_fetched(k: Tensor, v: Tensor, count: int, block_size: int, wait: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """Returns (k, v) of the rank's tokens, then of ``count`` fetched blocks. wait: returns these; k and v are copied before."""
     if not count:
         wait()

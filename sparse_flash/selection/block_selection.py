@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..compat.dynamo import outside_inference
 from ..compat.names import operator_name
@@ -40,7 +41,7 @@ class BlockSelection:
     So a selection is causal, and a pair that is kept twice counts once.
     """
 
-    picks: torch.Tensor
+    picks: Tensor
     q_len: int
     kv_len: int
     block_size: int
@@ -52,13 +53,7 @@ class BlockSelection:
 
     @classmethod
     def from_picks(
-        cls,
-        picks: torch.Tensor,
-        block_size: int,
-        *,
-        kv_len: int | None = None,
-        own: bool = True,
-        always: MaskLike | None = None,
+        cls, picks: Tensor, block_size: int, *, kv_len: int | None = None, own: bool = True, always: MaskLike | None = None
     ) -> BlockSelection:
         """A selection from picks in any order, on their device.
 
@@ -73,7 +68,7 @@ class BlockSelection:
         differentiated. Raises TypeError for wrong types, ValueError for arguments that do not fit together.
         """
         block_size = check_selection_block(block_size)
-        if not isinstance(picks, torch.Tensor):
+        if not isinstance(picks, Tensor):
             raise TypeError(f"picks must be an int32 tensor; got {type(picks).__name__}; use torch.tensor(..., dtype=torch.int32)")
         if picks.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"picks must be int32 or int64, numbers of blocks; got {picks.dtype}; use .to(torch.int32)")
@@ -117,7 +112,8 @@ class BlockSelection:
     @property
     def density(self) -> float:
         """Kept pairs / all pairs, averaged over batch and heads; 0 of no sequence."""
-        return count_selected_pairs(self, self.heads) / (max(1, self.batch) * self.heads * self.q_len * self.kv_len)
+        kept = sum(self.kept_pairs(head, batch) for batch in range(self.batch) for head in range(self.heads))
+        return kept / (max(1, self.batch) * self.heads * self.q_len * self.kv_len)
 
     def to(self, device: Device) -> BlockSelection:
         """The same selection on another device (itself if already there)."""
@@ -126,42 +122,28 @@ class BlockSelection:
         return replace(self, picks=self.picks.to(device), always=self.always and self.always.to(device))
 
     def select(self, head: int = 0, batch: int = 0) -> BlockSelection:
-        """The selection of one head of one batch entry, as a separate selection. head: among the heads that pick. Raises TypeError
-        or IndexError for a head or batch entry that does not exist, as ``kept_keys`` and ``kept_pairs`` do."""
+        """The selection of one head, among those that pick, of one batch entry. Raises TypeError or IndexError for others."""
         return replace(self, picks=self._picks_of(head, batch)[None, None])
 
-    def _picks_of(self, head: int, batch: int) -> torch.Tensor:
+    def _picks_of(self, head: int, batch: int) -> Tensor:
         """(q_len, n). Raises TypeError or IndexError."""
         return self.picks[check_index("batch", batch, self.batch), check_index("head", head, self.heads)]
 
-    def to_dense(self) -> torch.Tensor:
-        """True where a pair is kept: (batch, kv_heads | heads, q_len, kv_len) bool.
+    def to_dense(self) -> Tensor:
+        """True where a pair is kept: (batch, kv_heads | heads, q_len, kv_len) bool. For short selections."""
+        return torch.cat(list(self._iter_kept(self.picks, 0, self.q_len)), -2)
 
-        Takes q_len x kv_len bytes per head: for inspecting short selections and for tests.
-        """
-        return torch.cat([kept for _, kept in self._iter_kept(self.picks, 0, self.q_len)], -2)
-
-    def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
+    def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
         query = check_index("query", query, self.q_len)
-        return next(self._iter_kept(self._picks_of(head, batch), query, query + 1))[1][0].cpu()
+        return next(self._iter_kept(self._picks_of(head, batch), query, query + 1))[0].cpu()
 
-    def kept_pairs(self, head: int = 0, batch: int = 0, unit: int | None = None) -> np.ndarray:
-        """How many pairs one head keeps, in each cell of unit x unit tokens: (rows, cols) int64; one cell for all by default.
+    def kept_pairs(self, head: int = 0, batch: int = 0) -> int:
+        """How many pairs one head keeps, in time in proportion to q_len x kv_len and bounded memory."""
+        return sum(int(kept.sum()) for kept in self._iter_kept(self._picks_of(head, batch), 0, self.q_len))
 
-        Counts them on the selection's device, in time in proportion to q_len x kv_len and bounded memory.
-        """
-        unit = max(self.q_len, self.kv_len) if unit is None else unit
-        picks, cols = self._picks_of(head, batch), -(-self.kv_len // unit)
-        counts = torch.zeros(-(-self.q_len // unit), cols, dtype=torch.int64, device=self.device)
-        for low, kept in self._iter_kept(picks, 0, self.q_len):
-            by_cell = torch.nn.functional.pad(kept, (0, cols * unit - self.kv_len)).unflatten(1, (cols, unit)).sum(2)
-            counts.index_add_(0, torch.arange(low, low + len(kept), device=self.device) // unit, by_cell)
-        return counts.cpu().numpy()
-
-    def _iter_kept(self, picks: torch.Tensor, first: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(low, where queries from ``low`` on keep a pair: (.., queries, kv_len) bool), for queries first .. stop - 1, some at a
-        time. picks: (.., q_len, n)."""
+    def _iter_kept(self, picks: Tensor, first: int, stop: int) -> Iterator[Tensor]:
+        """Where queries first .. stop - 1 keep a pair, some at a time: (.., queries, kv_len) bool. picks: (.., q_len, n)."""
         always = None if self.always is None else rows_of_table(self.always)
         step = max(1, _CHUNK // (self.kv_len * max(1, picks.shape[:-2].numel())))
         for low in range(first, stop, step):
@@ -171,7 +153,7 @@ class BlockSelection:
             query, key = torch.arange(low, low + some.shape[-2], device=self.device), torch.arange(self.kv_len, device=self.device)
             kept = picked[..., key // self.block_size]
             kept = kept if always is None else kept | always(low, low + len(query)).to(self.device)
-            yield low, kept & (key <= query[:, None] + self.offset)
+            yield kept & (key <= query[:, None] + self.offset)
 
     def __repr__(self) -> str:
         always = "" if self.always is None else f"always={self.always}, "
@@ -181,11 +163,11 @@ class BlockSelection:
         )
 
 
-def rows_of_table(mask: BlockMask) -> Callable[[int, int], torch.Tensor]:
+def rows_of_table(mask: BlockMask) -> Callable[[int, int], Tensor]:
     """Returns (low, high) -> True where queries low .. high - 1 keep a pair of a mask: (high - low, kv_len) bool on the CPU."""
     (rows, cols, kind, tile), size = mask.by_query.entries(), mask.block_size
 
-    def kept_of(low: int, high: int) -> torch.Tensor:
+    def kept_of(low: int, high: int) -> Tensor:
         first, stop = low // size, -(-high // size)
         part = slice(*np.searchsorted(rows, (first, stop)))
         kept = np.zeros((stop - first, -(-mask.kv_len // size), size, size), bool)
@@ -196,13 +178,6 @@ def rows_of_table(mask: BlockMask) -> Callable[[int, int], torch.Tensor]:
     return kept_of
 
 
-def count_selected_pairs(selection: BlockSelection, heads: int) -> int:
-    """How many pairs a selection keeps, over batch and query heads."""
-    entries, picking = range(selection.batch), range(selection.heads)
-    kept = sum(int(selection.kept_pairs(head, batch).sum()) for batch in entries for head in picking)
-    return kept * (heads // selection.heads)
-
-
 def check_selection_block(block_size: object) -> int:
     """The block size of a selection. Raises ValueError for one that selections do not have."""
     if not isinstance(block_size, (int, np.integer)) or block_size not in SELECTION_BLOCK_SIZES:
@@ -211,7 +186,7 @@ def check_selection_block(block_size: object) -> int:
     return int(block_size)
 
 
-def order_picks(picks: torch.Tensor) -> torch.Tensor:
+def order_picks(picks: Tensor) -> Tensor:
     """Picks in ascending order, then -1, in int32."""
     last = torch.iinfo(torch.int32).max
     picks = torch.where(picks < 0, last, picks).to(torch.int32).sort(3).values
@@ -220,12 +195,8 @@ def order_picks(picks: torch.Tensor) -> torch.Tensor:
 
 # An operator, so that activation checkpointing can keep its result.
 @torch.library.custom_op(operator_name("normalized_picks"), mutates_args=())
-def normalize_picks(picks: torch.Tensor, block_size: int, kv_len: int, own: bool) -> torch.Tensor:
-    """Picks in the format of ``BlockSelection``: int32, ascending, each once, with each query's own block if ``own``; blocks that
-    begin after the query are dropped. Tensor operations of fixed shapes.
-
-    picks: (batch, heads, q_len, n) int32 or int64 -> (batch, heads, q_len, n, and 1 more if own).
-    """
+def normalize_picks(picks: Tensor, block_size: int, kv_len: int, own: bool) -> Tensor:
+    """Picks of ``BlockSelection.from_picks`` in its format, by operations of fixed shapes: (batch, heads, q_len, n + own) int32."""
     position = torch.arange(picks.shape[2], device=picks.device)[:, None] + (kv_len - picks.shape[2])
     if own:
         block = position.div(block_size, rounding_mode="floor")
@@ -236,7 +207,7 @@ def normalize_picks(picks: torch.Tensor, block_size: int, kv_len: int, own: bool
 
 
 @normalize_picks.register_fake
-def _(picks: torch.Tensor, block_size: int, kv_len: int, own: bool) -> torch.Tensor:
+def _(picks: Tensor, block_size: int, kv_len: int, own: bool) -> Tensor:
     return picks.new_empty(*picks.shape[:3], picks.shape[3] + own, dtype=torch.int32)
 
 
@@ -244,10 +215,9 @@ def always_table(always: MaskLike | None, q_len: int, kv_len: int, block_size: i
     """The table of ``always``, without later keys if it is a pattern's. Raises ValueError or TypeError if it does not fit."""
     if always is None:
         return None
-    if isinstance(always, BlockMask):
-        return resolve_single_mask("always", always, BlockGrid(q_len, kv_len, always.block_size), device)
+    size = always.block_size if isinstance(always, BlockMask) else min(block_size, _ALWAYS_BLOCK_SIZE)
     causal = without_later_keys(always) if isinstance(always, (str, Pattern)) else always
-    return resolve_single_mask("always", causal, BlockGrid(q_len, kv_len, min(block_size, _ALWAYS_BLOCK_SIZE)), device)
+    return resolve_single_mask("always", causal, BlockGrid(q_len, kv_len, size), device)
 
 
 def without_later_keys(always: Pattern | str) -> Pattern | str:
@@ -259,7 +229,7 @@ def without_later_keys(always: Pattern | str) -> Pattern | str:
 torch.serialization.add_safe_globals([BlockSelection])
 
 
-def check_selection(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
+def check_selection(selection: BlockSelection, q: Tensor, k: Tensor) -> None:
     """Raises ValueError where a selection was not made for these queries and keys."""
     if (selection.q_len, selection.kv_len) != (q.shape[2], k.shape[2]):
         raise ValueError(
@@ -269,7 +239,7 @@ def check_selection(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor)
     check_selected_heads(selection, q, k)
 
 
-def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
+def check_selected_heads(selection: BlockSelection, q: Tensor, k: Tensor) -> None:
     """Raises ValueError where a selection is of another device, batch or number of heads than these queries and keys."""
     if selection.device != q.device:
         raise ValueError(f"the selection is on {selection.device} and q on {q.device}; use selection.to({str(q.device)!r})")
@@ -280,9 +250,7 @@ def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Te
         )
 
 
-def check_cached_selection(
-    selection: BlockSelection, q: torch.Tensor, k: torch.Tensor, capacity: int, kv_lens: torch.Tensor | None
-) -> None:
+def check_cached_selection(selection: BlockSelection, q: Tensor, k: Tensor, capacity: int, kv_lens: Tensor | None) -> None:
     """Raises ValueError where the selection does not fit."""
     if selection.always is not None:
         raise ValueError("attention_decode takes no selection with always=; choose without it, or use sparse_flash.attention")

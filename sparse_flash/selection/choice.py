@@ -1,9 +1,7 @@
 """Which blocks of keys a query picks: its own, and the best of the blocks that end before.
 
-The blocks that it chooses from end before its own begins. So no pick depends on a later token. The choice is an operator:
-torch.compile does not look inside, and activation checkpointing can keep its result. On a GPU a kernel chooses
-(``selection/kernels/pick_blocks``), elsewhere PyTorch operations on some queries at a time. Neither holds the scores of all
-queries.
+So no pick depends on a later token. The choice is an operator, so activation checkpointing can keep its result. On a GPU a kernel
+chooses (``selection/kernels/pick_blocks``), elsewhere PyTorch operations. Neither holds the scores of all queries.
 """
 
 from __future__ import annotations
@@ -124,8 +122,7 @@ def _(source: Tensor, keys: Any, bounds: Any, lse: Any, kind: str, heads: int, k
 
 
 def _sum_strides(weights: Tensor, blocks: int, per_block: int, reach: int) -> Tensor:
-    """Weights of blocks, (.., blocks), from weights of compressed keys. per_block: strides of a block. reach: strides of a
-    compressed key, of which the first of key i is stride i."""
+    """Weights of blocks, (.., blocks), from weights of compressed keys. per_block, reach: strides of a block, of such a key."""
     # Added stride by stride, in one order for all blocks, so that equal blocks have equal scores.
     padded = torch.nn.functional.pad(weights, (reach - 1, max(0, blocks * per_block - weights.shape[-1])))
     total = weights.new_zeros(*weights.shape[:-1], blocks)
@@ -142,8 +139,7 @@ def kernel_chooses(x: Tensor, heads: int, keep: int) -> bool:
 
 
 def rank_columns(scores: Tensor, least: Tensor, before: Tensor, chosen: int) -> Tensor:
-    """(batch, heads, queries, chosen) int64: the columns with the best scores, -1 for none. least, before: (queries, 1): columns
-    from the one on and below the other may be chosen."""
+    """(batch, heads, queries, chosen) int64: the best columns in least .. before - 1, (queries, 1) each; -1 for none."""
     column = torch.arange(scores.shape[3], device=scores.device)
     possible = (column >= least) & (column < before) & ~scores.isnan()
     # topk does not say which of equal scores it takes.

@@ -1,5 +1,4 @@
-"""Decoding over picked blocks, by a kernel or in PyTorch operations of fixed shapes, which read from the cache the blocks that the
-newest queries picked and no others."""
+"""Decoding over picked blocks, by a kernel or in PyTorch operations of fixed shapes, which read no other blocks of the cache."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def decode(
     backend: str,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a back end that supports the call, see ``core/backends``.
-    selection: without ``always``. scales: of e4m3 k and v."""
+    """(out, lse) of a back end that supports the call. selection: without ``always``. scales: of e4m3 k and v."""
     by_kernel = backend != "torch"
     call = q, k, v, selection.picks, selection.block_size, scale, by_kernel, kv_lens, block_table, *scales
     return (_decode if is_plain_eager(q, k, v) else _decode_operator)(*call)
@@ -83,8 +81,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
 def decode_by_operations(
     q: Tensor, k: Tensor, v: Tensor, picks: Tensor, block_size: int, scale: float, *of_cache: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in PyTorch operations. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice. of_cache:
-    kv_lens, block_table, k_scale, v_scale."""
+    """(out, lse) in PyTorch operations. of_cache: kv_lens, block_table, k_scale, v_scale."""
     kv_lens, block_table, k_scale, v_scale = of_cache
     heads, q_len, slots = picks.shape[1:]
     exact = compute_dtype(q)

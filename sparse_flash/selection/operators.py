@@ -34,7 +34,6 @@ from . import hopper, reference, triton
 from . import torch as selection_torch
 from .block_selection import BlockSelection
 
-_Packed: TypeAlias = tuple[Tensor, list[Tensor], int, int]
 _Call: TypeAlias = tuple[Tensor, list[Tensor], int, int, float | None, str]
 
 BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": triton, "torch": selection_torch, "reference": reference}
@@ -60,14 +59,14 @@ def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float | No
     return _block_lse(q, k, *_pack_selection(replace(selection, always=None)), scale, backend)
 
 
-def _pack_selection(selection: BlockSelection) -> _Packed:
+def _pack_selection(selection: BlockSelection) -> tuple[Tensor, list[Tensor], int, int]:
     """A selection in the form an operator takes."""
     always = selection.always
     tables, size = ([selection.picks], 0) if always is None else (always.tensors(), always.block_size)
     return selection.picks, tables, size, selection.block_size
 
 
-# The last arguments of each operator: ``_Packed``, the scale and the back end.
+# The last arguments of each operator: of ``_pack_selection``, the scale and the back end.
 _CALL = "Tensor picks, Tensor[] tables, SymInt tables_block, SymInt block_size, float? scale, str backend"
 
 
@@ -144,26 +143,25 @@ def _(dblock_lse: Tensor, q: Tensor, k: Tensor, *call: Any) -> tuple[Tensor, Ten
 def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
     """inputs: q, k and perhaps v, then ``_Call``."""
     tensors, (picks, tables, *ctx.options) = inputs[:-6], inputs[-6:]
-    results = output if isinstance(output, tuple) else (output,)
-    ctx.save_for_backward(*tensors, *results, picks, *tables)
+    ctx.save_for_backward(*tensors, *(output if isinstance(output, tuple) else (output,)), picks, *tables)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, picks, *tables = ctx.saved_tensors
-    none = (None, [None] * len(tables), *(None for _ in ctx.options))
-    if dout is None and dlse is None:
-        return None, None, None, *none
-    return *_backward(*prepare_upstream(dout, dlse, out, lse), q, k, v, out, lse, picks, tables, *ctx.options), *none
+    grads: Any = (None, None, None)
+    if dout is not None or dlse is not None:
+        grads = _backward(*prepare_upstream(dout, dlse, out, lse), q, k, v, out, lse, picks, tables, *ctx.options)
+    return *grads, None, [None] * len(tables), *(None for _ in ctx.options)
 
 
 def _gradients_of_block_lse(ctx: Any, dblock_lse: Tensor | None) -> tuple[Any, ...]:
     q, k, result, picks, *tables = ctx.saved_tensors
-    none = (None, [None] * len(tables), *(None for _ in ctx.options))
-    if dblock_lse is None:
-        return None, None, *none
-    refuse_batched(dblock_lse)
-    return *_block_lse_backward(dblock_lse, q, k, result, picks, tables, *ctx.options), *none
+    grads: Any = (None, None)
+    if dblock_lse is not None:
+        refuse_batched(dblock_lse)
+        grads = _block_lse_backward(dblock_lse, q, k, result, picks, tables, *ctx.options)
+    return *grads, None, [None] * len(tables), *(None for _ in ctx.options)
 
 
 torch.library.register_autograd(operator_name("selected_attention"), _gradients, setup_context=_keep_call)

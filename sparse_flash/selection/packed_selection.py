@@ -49,12 +49,8 @@ class PackedSelection:
         return self.picks.shape[0]
 
     @property
-    def tokens(self) -> int:
-        return self.picks.shape[1]
-
-    @property
     def documents(self) -> PackedDocuments:
-        return PackedDocuments(self.cu_seqlens, self.tokens, self.longest)
+        return PackedDocuments(self.cu_seqlens, self.picks.shape[1], self.longest)
 
     def to_dense(self) -> torch.Tensor:
         """True where a pair is kept: (kv_heads | heads, tokens, tokens) bool. For inspecting short documents and for tests."""
@@ -63,7 +59,7 @@ class PackedSelection:
         picked = (self.picks[..., None] == block).any(2)
         if self.always is not None:
             table = compile_mask(without_later_keys(self.always), self.longest, device=self.picks.device)
-            picked |= table.to_dense()[..., place.within[:, None], place.within].reshape(-1, self.tokens, self.tokens)
+            picked |= table.to_dense()[..., place.within[:, None], place.within]
         alike = (place.document == place.document[:, None]) & (place.within <= place.within[:, None])
         return picked & alike & place.exists & place.exists[:, None]
 
@@ -126,9 +122,10 @@ def check_packed_selection(
         raise ValueError(
             f"a PackedSelection is of queries and keys of the same tokens; got {len(q)} and {len(k)}; leave cu_seqlens_k out"
         )
-    if selection.picks.device != q.device or (selection.tokens, len(ours)) != (len(q), len(cu_seqlens_q)):
+    tokens = selection.picks.shape[1]
+    if selection.picks.device != q.device or (tokens, len(ours)) != (len(q), len(cu_seqlens_q)):
         raise ValueError(
-            f"the selection is of {selection.tokens} tokens in {len(ours) - 1} documents on {selection.picks.device}; got "
+            f"the selection is of {tokens} tokens in {len(ours) - 1} documents on {selection.picks.device}; got "
             f"{len(q)} in {len(cu_seqlens_q) - 1} on {q.device}; choose again for these"
         )
     if selection.heads not in (k.shape[1], q.shape[1]):

@@ -1,5 +1,4 @@
-"""``topk_blocks`` for each query: selections by queries and keys, by compressed keys or by given scores, of one sequence or of
-packed documents."""
+"""``topk_blocks`` for each query: by queries and keys, compressed keys or given scores, of one sequence or packed documents."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core.arguments import cast_for_autocast, check_tensors, check_types, stand_in_for_empty_batch
 from ..core.operators import DEFAULT_BLOCK_SIZE
@@ -43,19 +43,18 @@ class QueryChoice:
         return replace(made, keep=keep, block_size=block_size)
 
     @torch.no_grad()
-    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> BlockSelection:
+    def __call__(self, q: Tensor, k: Tensor) -> BlockSelection:
         return select_by_query(*check_q_and_k(q, k), self)
 
-    def heads(self, q: torch.Tensor, k: torch.Tensor) -> int:
-        """How many pick."""
+    def heads(self, q: Tensor, k: Tensor) -> int:
         return k.shape[1] if self.share_group else q.shape[1]
 
-    def selection(self, picks: torch.Tensor, q_len: int, kv_len: int) -> BlockSelection:
+    def selection(self, picks: Tensor, q_len: int, kv_len: int) -> BlockSelection:
         table = always_table(self.always, q_len, kv_len, self.block_size, picks.device)
         return BlockSelection(picks, q_len, kv_len, self.block_size, table)
 
 
-def check_q_and_k(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def check_q_and_k(q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns q and k, cast as under autocast. Raises TypeError if one is missing or no tensor."""
     if q is None or k is None:
         raise TypeError("topk_blocks needs q and k, or scores=; got neither")
@@ -63,7 +62,7 @@ def check_q_and_k(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch
     return cast_for_autocast(q, k, k)[:2]
 
 
-def select_by_query(q: torch.Tensor, k: torch.Tensor, how: QueryChoice) -> BlockSelection:
+def select_by_query(q: Tensor, k: Tensor, how: QueryChoice) -> BlockSelection:
     """By queries and keys."""
     check_tensors(*stand_in_for_empty_batch(q, k, k))
     keep = min(how.keep, -(-k.shape[2] // how.block_size))
@@ -72,7 +71,7 @@ def select_by_query(q: torch.Tensor, k: torch.Tensor, how: QueryChoice) -> Block
 
 
 def select_by_compressed(
-    q: torch.Tensor, k: torch.Tensor, how: QueryChoice, kv_len: int | None, compression: tuple[int, int] | None, lse: Any
+    q: Tensor, k: Tensor, how: QueryChoice, kv_len: int | None, compression: tuple[int, int] | None, lse: Any
 ) -> BlockSelection:
     """By queries and compressed keys."""
     # A sequence shorter than a compressed key's tokens has none.
@@ -80,7 +79,7 @@ def select_by_compressed(
     check_tensors(*stand_in_for_empty_batch(q, keys, keys))
     kv_len = q.shape[2] if kv_len is None else kv_len
     length, stride = check_compression(compression, k, how.block_size, kv_len)
-    if not (isinstance(lse, torch.Tensor) and lse.is_floating_point() and lse.device == q.device and lse.shape == q.shape[:3]):
+    if not (isinstance(lse, Tensor) and lse.is_floating_point() and lse.device == q.device and lse.shape == q.shape[:3]):
         raise ValueError(
             f"score='softmax' needs the lse of q's attention to these keys, floating-point of shape {tuple(q.shape[:3])} on "
             f"{q.device}; got {_describe(lse)}; pass lse=, as attention(..., return_lse=True) returns it"
@@ -90,9 +89,9 @@ def select_by_compressed(
     return how.selection(picks, q.shape[2], kv_len)
 
 
-def select_by_scores(scores: torch.Tensor, how: QueryChoice, kv_len: int | None) -> BlockSelection:
+def select_by_scores(scores: Tensor, how: QueryChoice, kv_len: int | None) -> BlockSelection:
     """By given scores."""
-    if not isinstance(scores, torch.Tensor) or scores.dim() != 4 or 0 in scores.shape[1:] or not scores.is_floating_point():
+    if not isinstance(scores, Tensor) or scores.dim() != 4 or 0 in scores.shape[1:] or not scores.is_floating_point():
         raise ValueError(
             "scores must be a floating-point tensor of shape (batch, kv_heads or heads, q_len, blocks of keys), none of it 0 but "
             f"the batch; got {_describe(scores)}"
@@ -105,10 +104,10 @@ def select_by_scores(scores: torch.Tensor, how: QueryChoice, kv_len: int | None)
 
 
 def _describe(scores: object) -> str:
-    return f"{scores.dtype} of {tuple(scores.shape)}" if isinstance(scores, torch.Tensor) else type(scores).__name__
+    return f"{scores.dtype} of {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
 
 
-def _check_blocks_of_scores(name: str, tokens: int, size: int, scores: torch.Tensor) -> None:
+def _check_blocks_of_scores(name: str, tokens: int, size: int, scores: Tensor) -> None:
     """Raises ValueError for scores of another number of blocks."""
     if -(-tokens // size) != scores.shape[-1]:
         raise ValueError(
@@ -117,9 +116,7 @@ def _check_blocks_of_scores(name: str, tokens: int, size: int, scores: torch.Ten
         )
 
 
-def select_packed_by_query(
-    q: torch.Tensor, k: torch.Tensor, how: QueryChoice, cu_seqlens: torch.Tensor, longest: int | None
-) -> PackedSelection:
+def select_packed_by_query(q: Tensor, k: Tensor, how: QueryChoice, cu_seqlens: Tensor, longest: int | None) -> PackedSelection:
     """By queries and keys of packed documents, (tokens, heads, head_dim)."""
     check_packed(q, k, k)
     if len(q) != len(k) or 0 in (*q.shape, *k.shape):
@@ -136,11 +133,9 @@ def select_packed_by_query(
     return PackedSelection(picks[0], side.cu_seqlens, side.longest, how.block_size, _check_packed_always(how))
 
 
-def select_packed_by_scores(
-    scores: torch.Tensor, how: QueryChoice, cu_seqlens: torch.Tensor, longest: int | None
-) -> PackedSelection:
+def select_packed_by_scores(scores: Tensor, how: QueryChoice, cu_seqlens: Tensor, longest: int | None) -> PackedSelection:
     """By given scores, (kv_heads | heads, tokens, blocks of the longest document)."""
-    if not isinstance(scores, torch.Tensor) or scores.dim() != 3 or 0 in scores.shape or not scores.is_floating_point():
+    if not isinstance(scores, Tensor) or scores.dim() != 3 or 0 in scores.shape or not scores.is_floating_point():
         raise ValueError(
             "scores of packed documents must be a floating-point tensor of shape (kv_heads or heads, tokens, blocks of the longest "
             f"document), none of it 0; got {_describe(scores)}"
@@ -178,7 +173,7 @@ def check_choice(keep: object, block_size: object, score: str) -> tuple[int, int
     return keep, block_size
 
 
-def check_compression(compression: tuple[int, int] | None, k: torch.Tensor, block_size: int, kv_len: int) -> tuple[int, int]:
+def check_compression(compression: tuple[int, int] | None, k: Tensor, block_size: int, kv_len: int) -> tuple[int, int]:
     """(length, stride) of compressed keys. Raises ValueError for what does not fit k or the block size."""
     length, stride = compression or (block_size, block_size)
     if not (stride > 0 and length > 0 and length % stride == 0 and block_size % stride == 0):

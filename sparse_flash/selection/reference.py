@@ -1,5 +1,4 @@
-"""Attention over picked blocks by its definition: the oracle of ``core/reference``, on the dense mask of the selection. The masses
-of picked blocks are those of the back end ``torch``, in float64."""
+"""Attention over picked blocks by the oracle of ``core/reference``; masses of blocks by the back end ``torch`` in float64."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Attention over picked blocks in PyTorch operations, on any device, in chunks of queries that memory bounds.
 
-A chunk lists its picks by block of keys, as pieces of equal size: so a block's keys meet all queries that picked it in one product,
-and queries are gathered, not keys. A block of which ``always`` keeps pairs is one more pick, of these pairs, of the queries that
-did not pick it. Each pick gives a partial result, and these are merged by their lse. The backward pass recomputes the probabilities
-from lse (arXiv:2307.08691, Alg. 2), so memory is linear in tokens. float16 and bfloat16 are computed in float32. Gradients repeat
-bit for bit.
+A chunk lists its picks by block of keys, as pieces of equal size, and gathers queries, not keys. A block of which ``always`` keeps
+pairs is one more pick of the queries that did not pick it. Each pick gives a partial result, and these are merged by their lse. The
+backward pass recomputes the probabilities from lse (arXiv:2307.08691, Alg. 2). float16 and bfloat16 are computed in float32.
 """
 
 from __future__ import annotations
@@ -124,19 +122,13 @@ class _ChunkedCall:
 
 
 class _Chunk:
-    """Some queries, and the pieces of the lists of their picks.
-
-    Queries are packed as (batch, heads that pick, queries, shared heads, head_dim). The picks are listed by block of keys, and a
-    piece is a part of one block's list::
+    """Some queries, packed as (batch, heads that pick, queries, shared heads, head_dim), and the pieces of their picks' lists::
 
         piece 0: block 3 of keys   entries: (query 0, slot 1)  (query 4, slot 0)
         piece 1: block 3 of keys   entries: (query 7, slot 2)  not valid: pads the piece
 
-    ``gather`` takes the rows of the entries' queries, so that one product serves a piece; ``scatter`` puts results of entries back.
-
     entry, valid: (pieces, entries of a piece) int64 and bool. An entry is a pick: flat query * n + slot, where flat queries count
-    (batch, heads that pick, queries). flat_query: of each entry. block: (pieces,) among the blocks of all key heads. keys, values:
-    (pieces, block_size, head_dim).
+    (batch, heads that pick, queries). block: (pieces,) among the blocks of all key heads. keys: (pieces, block_size, head_dim).
     """
 
     def __init__(self, call: _ChunkedCall, low: int, high: int):
@@ -154,8 +146,7 @@ class _Chunk:
         self.keys, self.values = (call.blocks[which][self.block].to(compute_dtype(call.q)) for which in (0, 1))
 
     def _blocks_of_always(self, kept: Tensor, picks: Tensor) -> Tensor:
-        """(batch, heads that pick, queries, m): the blocks of which ``always`` keeps pairs and that a query did not pick, -1 for
-        none. Sets ``added``, (flat queries, m, block_size) bool, their pairs. kept: (queries, kv_len) bool."""
+        """(batch, heads that pick, queries, m): blocks of ``always`` that a query did not pick, -1 for none. Sets ``added``."""
         kept &= torch.arange(kept.shape[1], device=kept.device) <= self.position[:, None]
         by_block = torch.nn.functional.pad(kept, (0, self.call.beyond)).unflatten(1, (-1, self.call.size))
         number = by_block.any(2).any(0).nonzero()[:, 0]

@@ -1,8 +1,7 @@
 """Attention over picked key blocks on kernels for any GPU that Triton supports; under TRITON_INTERPRET=1 on a CPU, slowly.
 
 A tile of queries visits the blocks that most of its queries picked. The other picks give partial results, computed for each key
-block and the queries that picked it. Partial results take bounded memory: a call is computed in rounds, of key heads and ranges of
-queries.
+block and the queries that picked it. A call is computed in rounds, which bounds their memory.
 """
 
 from __future__ import annotations
@@ -154,8 +153,7 @@ def block_lse_backward(
 
 
 class _Sums(NamedTuple):
-    """Sums of dK or dV over pieces of lists and of columns of ``always``, and what a round leaves to the next one of its
-    batch-heads: (keys, padded head_dim) float32 each, or None."""
+    """Sums of dK or dV over pieces of lists and of ``always``, and those a round leaves the next: (keys, padded head_dim) each."""
 
     pieces: Tensor
     always: Tensor | None
@@ -163,8 +161,7 @@ class _Sums(NamedTuple):
 
 
 class _BackwardWorkspace(NamedTuple):
-    """most: entries of a piece. always: the pieces of ``always``. parts: of dQ, (entries of a round, steps of a block, members,
-    padded head_dim)."""
+    """most: entries of a piece. parts: of dQ, (entries of a round, steps of a block, members, padded head_dim)."""
 
     rounds: list[Round]
     most: int
@@ -185,7 +182,9 @@ def _backward_workspace(
     dim, dim_v = (padded_head_dim(t.shape[3]) for t in (k, v))
     keys = gathering.keys_per_part(q, v, sizes)
     steps = sizes.block // keys
-    rounds = division.plan_backward(sizes, dim, dim_v, q.element_size(), keys)
+    # At most half as many pieces again as there are key blocks: see ``division.backward_piece_size``.
+    of_keys = sizes.key_blocks * sizes.block * (dim + dim_v) * 6
+    rounds = division.plan_rounds(sizes, steps * sizes.members * dim * q.element_size(), of_keys)
     heads, entries, most = rounds[0].heads, division.count_entries(sizes, rounds), division.backward_piece_size(sizes, rounds)
     parts = q.new_empty(entries, steps, sizes.members, dim)
     pieces = None if always is None else lists.always_pieces(always, sizes.heads // sizes.kv_heads)

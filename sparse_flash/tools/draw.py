@@ -1,7 +1,4 @@
-"""Pictures of masks: text for a terminal, and PNG or SVG files.
-
-A picture is an array of cells, each the share of its pairs that the mask keeps. It costs no more than the mask's table.
-"""
+"""Pictures of masks: text for a terminal, and PNG or SVG files. A picture is an array of cells, each a share of kept pairs."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ _TITLE_LINES = 4
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Drawing:
-    """A picture of a mask: text when printed or shown by an interactive Python, an image in a notebook.
-
-    mask: the mask. title: the line above it. level: "tokens", "blocks" or "auto", see ``draw``.
-    """
+    """A picture of a mask: text when printed, an image in a notebook. title: the line above it. level: see ``draw``."""
 
     mask: BlockMask
     title: str
@@ -105,8 +99,7 @@ def draw(
     level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture.
     title: the pattern's spec text by default.
 
-    Raises ValueError for another file type, for masks or patterns that differ between heads, and for more tokens than can be drawn
-    one by one.
+    Raises ValueError for another file type, for masks that differ between heads, and for too many tokens to draw one by one.
     """
     path = None if path is None else check_path(path)
     mask, text = resolve_mask(mask, q_len, kv_len, block_size, DEFAULT_LEN)
@@ -118,8 +111,7 @@ def draw(
 
 
 class Picture(NamedTuple):
-    """shares: (rows, cols) float64, the share of kept pairs in each cell. unit: tokens on a side of a cell; the last row and column
-    may be cut off. level: "tokens" or "blocks", the source of the cells."""
+    """shares: (rows, cols) float64, of kept pairs in each cell. unit: tokens on a side of a cell. level: "tokens" or "blocks"."""
 
     shares: np.ndarray
     unit: int
@@ -215,9 +207,8 @@ def _draw(axes, mask: BlockMask, picture: Picture) -> None:
 def _legend(figure) -> None:
     from matplotlib.patches import Patch
 
-    names = "empty", "partial", "full"
-    colors = rgb_of(np.array([[0.0, 0.5, 1.0]]))[0] / 255
-    patches = [Patch(facecolor=color, edgecolor="#bbbbbb", label=name) for color, name in zip(colors, names)]
+    colors = zip(rgb_of(np.array([[0.0, 0.5, 1.0]]))[0] / 255, ("empty", "partial", "full"))
+    patches = [Patch(facecolor=color, edgecolor="#bbbbbb", label=name) for color, name in colors]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
 
 

@@ -26,10 +26,9 @@ DEFAULT_LEN = 65536
 class Reach:
     """Across which share of the causal pairs information can flow, by depth.
 
-    unit: tokens on a side of a unit; 1 is exact. A larger unit counts as connected if any of its pairs is kept, so the shares are
-    upper bounds. shares: layers -> share of the pairs i >= j such that information can flow from token j to token i through that
-    many layers under this mask, each with its residual connection, also through later tokens. The depths double, until nothing
-    more is reached.
+    unit: tokens on a side of a unit; 1 is exact, others give upper bounds. shares: layers -> share of the pairs i >= j such that
+    information can flow from token j to token i through so many layers, also through later tokens. Depths double until nothing more
+    is reached.
     """
 
     unit: int
@@ -80,7 +79,7 @@ class Explanation:
 
 
 class _CallSizes(NamedTuple):
-    """The sizes of a call besides its mask's. kv_heads: of keys and values. v_head_dim: of v and the result."""
+    """The sizes of a call besides its mask's."""
 
     batch: int
     heads: int
@@ -152,7 +151,8 @@ def explain(
     found.add("heaviest row", f"{most:,} blocks, {most * grid.q_blocks / max(1, kept_blocks):.2f}x the mean", most_in_row=most)
     flops = batch * heads * forward_flops(head_dim, v_head_dim)
     kept_flops, visited_flops, dense_flops = (flops * count for count in (kept_pairs, visited_pairs, dense_pairs))
-    said = "{} kept, {} visited, {} for ".format(*map(_flops_text, (kept_flops, visited_flops, dense_flops)))
+    of_flops = (_scaled(count, 1000, ("", "K", "M", "G", "T", "P")) for count in (kept_flops, visited_flops, dense_flops))
+    said = "{} kept, {} visited, {} for ".format(*(f"{number:.3g} {unit}FLOP" for number, unit in of_flops))
     found.add("forward FLOPs", said + dense, flops=kept_flops, visited_flops=visited_flops, dense_flops=dense_flops)
     _explain_call(found, mask, sizes)
     reach = reachability(mask) if grid.q_len == grid.kv_len else None
@@ -179,7 +179,8 @@ def _explain_call(found: Explanation, mask: BlockMask, sizes: _CallSizes) -> Non
     portable = sizes.dtype in (*triton.DTYPES, E4M3) and max(sizes.head_dim, sizes.v_head_dim) <= triton.MAX_HEAD_DIM
     backend = "hopper" if refusal is None else "triton" if portable else "torch"
     memory = _count_memory(mask, sizes, backend)
-    texts = {name: _size_text(count) for name, count in memory.items()}
+    sizes_of = {name: _scaled(count, 1024, ("B", "KiB", "MiB", "GiB")) for name, count in memory.items()}
+    texts = {name: f"{number:.{int(unit != 'B')}f} {unit}" for name, (number, unit) in sizes_of.items()}
     said = "{forward}: q, k and v {inputs}, out and lse {outputs}, table {table}".format(**texts)
     found.add("memory of a call", said, memory=memory)
     found.add("of its backward pass", "{backward}: as above, gradients {gradients}, sums {sums}".format(**texts))
@@ -187,9 +188,7 @@ def _explain_call(found: Explanation, mask: BlockMask, sizes: _CallSizes) -> Non
 
 
 def _count_memory(mask: BlockMask, sizes: _CallSizes, backend: str) -> dict[str, int]:
-    """Returns bytes over batch and heads: of inputs (q, k, v), outputs (out, and lse in float32), table (once for all calls that
-    share it), gradients, sums (of a backward pass, in float32; not of split rows); forward, what a call holds until its backward
-    pass; backward, the peak of that."""
+    """Returns bytes over batch and heads by name; forward: held by a call until its backward pass; backward: the peak of that."""
     queries, keys = sizes.batch * sizes.heads * mask.q_len, sizes.batch * sizes.kv_heads * mask.kv_len
     inputs = (queries * sizes.head_dim + keys * (sizes.head_dim + sizes.v_head_dim)) * sizes.dtype.itemsize
     out, lse = queries * sizes.v_head_dim * sizes.dtype.itemsize, queries * (8 if sizes.dtype == torch.float64 else 4)
@@ -208,25 +207,14 @@ def share_text(share: float) -> str:
     return "100%" if share == 1 else f"{min(share, 0.999):.1%}"
 
 
-def _flops_text(count: float) -> str:
-    power = _unit_of(count, 1000, 5)
-    return f"{count / 1000**power:.3g} {('', 'K', 'M', 'G', 'T', 'P')[power]}FLOP"
-
-
-def _size_text(count: float) -> str:
-    """Bytes in the most readable unit."""
-    power = _unit_of(count, 1024, 3)
-    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def _unit_of(count: float, base: int, most: int) -> int:
-    """Returns the largest power of the base, ``most`` at most, that is not above the count; 0 for less than the base."""
-    return next((power for power in range(most, 0, -1) if count >= base**power), 0)
+def _scaled(count: float, base: int, units: tuple[str, ...]) -> tuple[float, str]:
+    """Returns the count in the largest unit that is not above it, and that unit."""
+    power = next((power for power in range(len(units) - 1, 0, -1) if count >= base**power), 0)
+    return count / base**power, units[power]
 
 
 def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:
-    """See ``Reach``. The mask must have as many queries as keys. Repeated squaring is cubic in the units, so these are tokens if
-    there are at most ``most_units``, otherwise blocks, then groups of blocks."""
+    """See ``Reach``, of a square mask. Units are tokens if at most ``most_units``, otherwise blocks or groups of blocks."""
     if mask.q_len <= most_units:
         unit, connected = 1, mask.to_dense().cpu().numpy()
     else:

@@ -10,12 +10,8 @@ from ..masks.pattern import Pattern
 
 
 def resolve_mask(mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int) -> tuple[BlockMask, str]:
-    """Returns (the mask, its spec text or "" if it has none).
-
-    mask: a pattern or its spec text is compiled for these lengths; q_len is by default what the pattern names, else default_len. A
-    BlockMask has its own lengths. Of a mask that all heads share, one head is taken. Raises ValueError for a mask or pattern that
-    differs between heads or sequences, and for lengths next to a mask.
-    """
+    """Returns (the mask, its spec text or "" if it has none). A pattern is compiled for these lengths; q_len is by default what the
+    pattern names, else default_len. Raises ValueError for a mask that differs between heads or sequences, and for its lengths."""
     if isinstance(mask, (Pattern, str)):
         pattern, *others = dict.fromkeys(entry_patterns(parse(mask) if isinstance(mask, str) else mask))
         if others:

@@ -45,9 +45,7 @@ def test_what_is_kept_is_what_the_definition_keeps(lengths, block, own, always, 
     assert selection.density == pytest.approx(kept.mean())
     query = seed % q_len
     np.testing.assert_array_equal(selection.kept_keys(query, 1).numpy(), kept[1, 0, query])
-    unit = max(block, 128)
-    cells = np.add.reduceat(np.add.reduceat(kept[1, 0].astype(int), range(0, q_len, unit), 0), range(0, kv_len, unit), 1)
-    np.testing.assert_array_equal(selection.kept_pairs(0, 1, unit), cells)
+    assert selection.kept_pairs(0, 1) == kept[1, 0].sum()
     ordered = selection.picks.where(selection.picks >= 0, 1 << 20)
     assert (ordered.diff(dim=3) > 0)[ordered[..., 1:] < 1 << 20].all() and (ordered.diff(dim=3) >= 0).all()
     restored = pickle.loads(pickle.dumps(selection))

@@ -195,8 +195,7 @@ def launch_log_sums(recording: Recording, features, rows, columns, sums: torch.T
 
 
 def scores_of_blocks(features, kv_blocks: int, low: int, high: int, by: ModuleType) -> torch.Tensor:
-    """(batch, heads, high - low, kv_blocks) float32: the scores of blocks of queries low .. high - 1. features:
-    ``choosers.features.Features``; bounds contiguous. by: this module, or what replaces it on a chip."""
+    """See ``rules_torch.score_blocks``. features: bounds contiguous. by: this module, or what replaces it on a chip."""
     rows, columns = by.prepare(features)
     inputs = rows, columns, features.until, *(() if features.bounds is None else (features.bounds,))
     of_features = features.span, features.factor, features.per_q_block, features.per_kv_block, features.takes_max

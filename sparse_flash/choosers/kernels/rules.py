@@ -161,8 +161,7 @@ def apply_rule(
     scores: Tensor, allowed: Tensor, forced: Tensor, numbers: Tensor, bits: Tensor, first_row: int, rule: str, threshold: float,
     adds: bool,
 ) -> None:  # fmt: skip
-    """Writes the blocks that a rule keeps to ``bits``, or adds them; see ``keep_bits_kernel``. numbers: (rows,) int32, of "keep"
-    and "budget" how many blocks of each row, of all heads together for "budget"."""
+    """Writes the blocks that a rule keeps to ``bits``, or adds them; see ``keep_bits_kernel``. numbers: ``Limits.numbers``."""
     inputs = scores, allowed, forced, numbers, bits
     run = partial(_run, *inputs, first_row, rule, threshold, adds)
     launch_or_repeat_alike(keep_bits_kernel, None, (first_row, rule, threshold, adds), inputs, run)

@@ -36,9 +36,8 @@ from .model_mask import create_model_mask
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
     raise ImportError(f"transformers must be 5.8 or newer; got {transformers.__version__}: pip install 'transformers[torch]>=5.8'")
 
-# A switched model holds its state in three attributes, which use_sparse_flash alone writes: SETTINGS and PREVIOUS on its attention
-# modules, see attend, and _PLAN on the model, None without one, once the hooks are registered. Its config holds NAME as its
-# implementation, which all ask first. model.set_attn_implementation(name) switches it back: the attributes stay, without effect.
+# A switched model holds SETTINGS and PREVIOUS on its attention modules, see attend, _PLAN on the model once it has hooks, and
+# NAME in its config, which all ask first. model.set_attn_implementation(name) switches it back: attributes stay, without effect.
 _PLAN = "_sparse_flash_plan"
 
 
@@ -64,11 +63,10 @@ def use_sparse_flash(
     own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives masks for
     some layers; the others keep the model's own. None: the masks that the model was saved with, otherwise the model's own.
     Or a ``ContextPlan``, or a list with the plan of each layer: several ranks then share the sequence. Call the model on each
-    with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
-    returns their logits. Its loss is the sum over the rank's labels, divided by num_items_in_batch or the valid labels of all
-    ranks. Attention must be all that mixes tokens. Convolutions, recurrent and linear-attention layers are refused; other code of
-    the model is not read. Refused are position_ids that restart within a document of the plan's mask, and arguments other than
-    tokens and labels that are on.
+    with all tokens and labels, and without attention_mask. It runs on the rank's tokens, and returns their logits. Its loss is the
+    sum over the rank's labels, divided by num_items_in_batch or the valid labels of all ranks. Only attention may mix tokens:
+    convolutions, recurrent and linear-attention layers are refused, other code is not read. position_ids may restart only where
+    documents of the plan's mask start; arguments other than tokens and labels must be off.
     per_layer: a list with a mask for each layer; instead of mask.
     bidirectional: allows a decoder masks that look ahead. Without it, the mask of a decoder's layer must be within causal and say
     so, "causal & ...", because its tokens are trained to predict the later ones.
@@ -84,9 +82,8 @@ def use_sparse_flash(
     dense_last: so many queries at the end of a prompt, and of each chunk of one, see all keys; 64 by default. ``last_tokens`` is
     joined to the chooser for them. It does nothing in a spec that does not say causal.
 
-    The model may be compiled, before or after, also with fullgraph=True, for all lengths. Compiled code cannot read values, so it
-    fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and for position_ids of packed
-    sequences, which it separates by cu_seq_lens_q. Other code reads position_ids too.
+    The model may be compiled, before or after, also with fullgraph=True. Compiled code cannot read values, so it fails at run time
+    for zeros between ones in attention_mask, and for position_ids of packed sequences, which it separates by cu_seq_lens_q.
 
     ``masks_of`` reads the masks of the model's layers. If all have spec text, ``model.config.sparse_flash`` holds them too. They
     are saved with the model, and ``use_sparse_flash(model)`` restores them after loading.

@@ -105,8 +105,7 @@ def _attend_switched(
     settings: LayerSettings, module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None,
     sliding_window=None, is_causal=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None, block_indices=None, **unknown
 ) -> torch.Tensor:  # fmt: skip
-    """Returns (batch, heads, tokens, head_dim), as all functions below do. block_indices: (batch, kv_heads, tokens, n) int64, of
-    MiniMax-M3: the blocks that each query chose; a negative one is none."""
+    """Returns (batch, heads, tokens, head_dim), as all functions below do. block_indices: (batch, kv_heads, tokens, n)."""
     # An option that is off is None, or False for a switch.
     used = sorted(name for name, one in unknown.items() if one is not None and one is not False and name not in _WITHOUT_EFFECT)
     if used:
@@ -154,11 +153,8 @@ def _check_call(call: LayerCall, packed: bool) -> None:
 
 
 def _attend_rows(call: LayerCall) -> torch.Tensor:
-    """Attends a batch of one sequence in each row, padded or not.
-
-    The positions of masks and chunks count from each sequence's first token, and so do the blocks of a chooser. If padding comes
-    before it, decoding starts there, and the tokens of a prompt move to the front if that means the same; otherwise each sequence
-    is attended by itself.
+    """Attends a batch of one sequence in each row. The positions of masks and chunks, and blocks of a chooser, count from its first
+    token. After padding, a prompt's tokens move to the front if that means the same; otherwise each sequence is attended by itself.
     """
     model_mask = call.model_mask
     if model_mask.ends_in_graph() or _can_decode_rows(call):
@@ -291,9 +287,7 @@ def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
     }
     if unsupported := [name for name, used in of_varlen.items() if used]:
         if torch.compiler.is_compiling():
-            raise ValueError(
-                f"packed sequences with {unsupported[0]} are not supported in compiled code; call the model uncompiled"
-            )
+            raise ValueError(f"packed sequences with {unsupported[0]} are not supported in compiled code; call it uncompiled")
         return _attend_documents(call, cu_seqlens)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (call.query, call.key, call.value))  # (all tokens, heads, head_dim)
     mask: Any = model_mask.intersect(kept, q.device)
@@ -357,11 +351,8 @@ def _attend_as_before(module, query, key, value, attention_mask, **options):
 def shard_arguments(
     plan: SharedSequence, module: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the keywords with which a model's ``forward`` gets this rank's tokens, from the arguments of all tokens.
-
-    Tokens and positions are sharded. Labels are shifted first; num_items_in_batch counts the labels of all ranks. Raises
-    ValueError for arguments that cannot be shared.
-    """
+    """Returns the keywords with which a model's ``forward`` gets this rank's tokens, positions and labels, which are shifted first.
+    num_items_in_batch counts the labels of all ranks. Raises ValueError for arguments that cannot be shared."""
     signature = inspect.signature(module.forward)
     bound = signature.bind(*args, **kwargs).arguments
     rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")

@@ -1,5 +1,4 @@
-"""The masks that a user gives to a model: read from arguments and configs, checked before the model is changed, and kept in the
-model's config as a plain record, which is saved with the model."""
+"""The masks that a user gives to a model: read from arguments and configs, checked, and kept in the model's config."""
 
 from __future__ import annotations
 
@@ -64,9 +63,8 @@ def read_masks(
     model: Any, layers: Mapping[int, torch.nn.Module], mask: object, per_layer: object, bidirectional: bool,
     dense_below: int | None, dense_layers: Any, dense_last: int | None, **options: Any
 ) -> tuple[dict[int, LayerSettings], dict[str, Any] | None]:  # fmt: skip
-    """Returns the settings that ``use_sparse_flash`` is called for, with these arguments: given masks, or saved ones; and the
-    record of the masks, None if one has no text. layers: the model's, by number. Raises ValueError or TypeError for masks and
-    settings that do not fit them."""
+    """Returns the settings that ``use_sparse_flash`` is called for, with given or saved masks, and the record of the masks, None if
+    one has no text. Raises ValueError or TypeError for masks and settings that do not fit."""
     numbers, counts, record = sorted(layers), _COUNTS, getattr(model.config, CONFIG_KEY, None)
     if mask is None and per_layer is None and record is not None:
         mask = _read_layers(record, numbers)
@@ -78,10 +76,8 @@ def read_masks(
     given |= dict.fromkeys(dense, OWN)
     chosen = [number for number, one in given.items() if one != OWN and has_choosers(one)]
     if chosen and any(isinstance(one, SharedSequence) for one in given.values()):
-        raise ValueError(
-            f"a ContextPlan must be the plan of all layers; got a chooser in layers {chosen}, and ranks choose no blocks by "
-            "content; make the plan of a pattern, or leave it out"
-        )
+        got = f"a chooser in layers {chosen}; make the plan of a pattern, or leave it out"
+        raise ValueError(f"a ContextPlan must be the plan of all layers; got {got}")
     make = cache(partial(_make_settings, **counts, bidirectional=bidirectional, **options))
     masks = {number: make(one) for number, one in given.items()}
     ahead = [number for number, one in masks.items() if one.looks_ahead]
@@ -132,10 +128,8 @@ def _check_plans(plans: Mapping[int, SharedSequence | None]) -> None:
     number, first = next(((number, plan) for number, plan in plans.items() if plan is not None), (0, None))
     shared = None if first is None else first.positions
     if wrong := [other for other, plan in plans.items() if getattr(plan, "positions", None) is not shared]:
-        raise ValueError(
-            f"layers {wrong} do not share their tokens with layer {number}; make one plan for all layers: "
-            "context_parallel([mask of each layer, ...], ...)"
-        )
+        way_out = "make one plan for all layers: context_parallel([mask of each layer, ...], ...)"
+        raise ValueError(f"layers {wrong} do not share their tokens with layer {number}; {way_out}")
 
 
 def future_error(subject: str, mask: object) -> str:
@@ -180,9 +174,7 @@ def _make_settings(given: Any, dense_last: int, **options: Any) -> LayerSettings
         return LayerSettings(given, given, depends_on_position(given), **options)
     choices = choices_of(given)
     if any(isinstance(chooser, Scored) for choice in choices for chooser in choice.choosers):
-        raise ValueError(
-            f"{given} must choose by itself, as no model passes scores to scored; write a chooser, by register_chooser"
-        )
+        raise ValueError(f"{given} must choose by itself, as no model passes scores; write a chooser, by register_chooser")
 
     def join_last_tokens(choice: HeadChoice) -> Pattern:  # under causal
         last = last_tokens(dense_last) if dense_last and choice.choosers and is_causal(choice.within) else None

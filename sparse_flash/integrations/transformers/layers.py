@@ -65,8 +65,7 @@ def is_decoder(layer: nn.Module) -> bool:
 
 
 def _is_cross_attention(name: str, module: nn.Module) -> bool:
-    """Whether a module attends to another sequence, by its attribute, its class, or its name within its layer: encoder_attn,
-    EncDecAttention, crossattention.self."""
+    """Whether a module attends to another sequence: encoder_attn, EncDecAttention, crossattention.self."""
     within_layer = re.split(r"(?:^|\.)\d+\.", name)[-1].lower()
     named = "cross" in within_layer or "cross" in type(module).__name__.lower() or within_layer.startswith("enc")
     return named or bool(getattr(module, "is_cross_attention", False))
@@ -79,9 +78,8 @@ def takes_interface(module: nn.Module) -> bool:
 
 
 def check_acts_by_token(model: PreTrainedModel, switched: Iterable[nn.Module], q_len: int) -> None:
-    """Raises ValueError for parts of a model that give a rank's tokens what they would not get in the whole sequence: layers that
-    mix tokens outside the attention of ``switched``, and terms that depend on the length. The code of modules is not read.
-    q_len: tokens of the sequence."""
+    """Raises ValueError for layers that mix tokens outside the attention of ``switched``, and for terms that depend on the length,
+    q_len. The code of modules is not read."""
     config: Any = model.config.get_text_config()
     attention, found = set(map(id, switched)), sorted({*(getattr(config, "layer_types", None) or ())} - _KINDS)
     found += [type(one).__name__ for one in model.modules() if isinstance(one, (nn.Conv1d, nn.RNNBase))]

@@ -1,7 +1,6 @@
-"""A model's own mask: the answer to Transformers, which requests one mask for all layers of a kind (those with a window, those
-without), and passes it to attention. A ``ModelMask`` holds numbers and spec text instead of a tensor of pairs.
+"""A model's own mask, which Transformers requests once for all layers of a kind: numbers and text instead of a tensor of pairs.
 
-``_read_function`` looks into Transformers' mask function. Compiled code cannot, and ``_read_arguments`` takes what is passed beside
+``_read_function`` looks into Transformers' mask function. Compiled code cannot, and ``_read_arguments`` takes what is passed with
 it. Both must say the same of a mask.
 """
 
@@ -44,8 +43,7 @@ _PACKED_ERROR = (
 @constant_in_graphs
 @cached_until_cleared(maxsize=1024)
 def restrict_mask(mask: Any, limits: tuple[str, ...], position: int) -> Pattern | str:
-    """Returns the mask, a Pattern, spec text or None for all pairs, within the limits, for keys from a position on; as text if it
-    has one."""
+    """Returns the mask, None for all pairs, within the limits, for keys from a position on; as text if it has one."""
 
     def move(leaf: Pattern) -> Pattern:
         counts_from_the_end = leaf.bind_length(0) != leaf
@@ -57,11 +55,8 @@ def restrict_mask(mask: Any, limits: tuple[str, ...], position: int) -> Pattern 
 
 
 class ModelMask(FlexBlockMask):
-    """A model's own mask of (q_length, kv_length) pairs, created once per forward pass for the layers of one kind.
-
-    It subclasses FlexAttention's mask because ``generate()`` creates the masks of static caches before it calls the model, which
-    accepts only tensors and that class as prebuilt masks. An ordinary class, which torch.compile can create and read.
-    """
+    """A model's own mask of (q_length, kv_length) pairs, created once per forward pass for the layers of one kind. It subclasses
+    FlexAttention's because models accept only tensors and that class as the masks that ``generate()`` creates for static caches."""
 
     def __init__(
         self, q_length, kv_length, base="full", window=None, chunk=None, kept_pairs=None, first_key_position=0, key_count=None,
@@ -178,8 +173,7 @@ class ModelMask(FlexBlockMask):
         return (*window, f"block_diagonal(block={self.chunk})") if self.is_chunked() else window
 
     def intersect(self, mask: Pattern | str | BlockMask | None, device: torch.device) -> Pattern | str | BlockMask | None:
-        """Returns ``mask``, which replaces ``base``, within the model's other restrictions, for keys up to ``key_count``. mask: a
-        Pattern, spec text, a BlockMask of these lengths, or None for all pairs."""
+        """Returns ``mask``, None for all pairs, within the restrictions other than ``base``, for keys up to ``key_count``."""
         limits = self.limits()
         if isinstance(mask, BlockMask):
             lengths = self.q_length, self.key_count or mask.kv_len
@@ -332,8 +326,7 @@ def _set_padding(mask: ModelMask, exist: torch.Tensor) -> None:
 
 
 def read_model_mask(mask: Any, query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> ModelMask:
-    """Returns the model's own mask of a call. mask: from ``create_model_mask``; None for a causal or a full mask within the window.
-    Raises ValueError for a tensor of pairs."""
+    """Returns the model's own mask of a call. mask: from ``create_model_mask``; None for a causal or full one within the window."""
     if mask is None:
         return ModelMask(query.shape[2], key.shape[2], "causal" if causal else "full", window, key_count=key.shape[2])
     if not isinstance(mask, ModelMask):
@@ -347,11 +340,8 @@ def read_model_mask(mask: Any, query: torch.Tensor, key: torch.Tensor, causal: b
 
 def find_sequences(model_mask: ModelMask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k) -> torch.Tensor | None:
     """Returns the first token of each packed sequence among all tokens of the batch, then their end, (sequences + 1,) int32: by
-    cu_seq_lens_q of that form, otherwise by the mask function and by position_ids, (batch | 1, tokens), where they do not rise.
-    None if each row is one sequence. Compiled code cannot read values, and fails at run time where position_ids do not rise.
-
-    Layers of a kind share what it found. In compiled code it stores nothing, as layers may be checkpointed.
-    """
+    cu_seq_lens_q of that form, otherwise by the mask function and by position_ids, where they do not rise. None if each row is one
+    sequence. Compiled code fails at run time where position_ids do not rise. Otherwise layers of a kind share what it found."""
     if cu_seq_lens_q is not None:
         if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
             # Reading values on a GPU takes a synchronization in each layer.

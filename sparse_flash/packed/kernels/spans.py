@@ -383,12 +383,9 @@ def lay_out(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> torch.Tensor
 def fill_spans(
     queries, keys, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int, block: int, tokens: int | None = None
 ):
-    """``SpanTable`` of by_query and of by_key, tile_runs, and starts: see ``fill_spans_kernel``.
-
-    queries, keys: from ``lay_out``. runs: (2, lines) int32, see ``find_spans_kernel``. rows, k_rows: blocks of the packed axes.
-    before: lines above position 0. entries, tiles: capacities. tokens: of all documents, in blocks that start where documents of
-    queries and keys start, of which there may be so many rows; then each table also has its work items.
-    """
+    """``SpanTable`` of by_query and of by_key, tile_runs, and starts: see ``fill_spans_kernel``. queries, keys: of ``lay_out``.
+    rows, k_rows: blocks of the packed axes. before: lines above position 0. entries, tiles: capacities. tokens: of all documents,
+    for blocks that start where documents start; then each table also has its work items."""
     kind, documents, lines = {"dtype": torch.int32, "device": runs.device}, queries.shape[1], runs.shape[1]
     shapes = (_SPAN_FIELDS, rows), (2, rows * block), (2, k_rows), (tiles, block)
     spans, bounds, counts, new_runs = (torch.empty(shape, **kind) for shape in shapes)

@@ -28,8 +28,7 @@ _KEYS_OF_FLOAT32 = {16: 64, 32: 64, 64: 32, 128: 16, 256: 16}
 
 @cached_until_cleared
 def selection_config(kernel: str, dtype: torch.dtype, dim: int, block_size: int, device: torch.device) -> Config:
-    """Returns the config of a kernel, one of ``_CONFIGS``. dim: padded, the larger of q's and v's. block_size: the most keys of a
-    step."""
+    """Returns the config of a kernel. dim: padded, the larger of q's and v's. block_size: the most keys of a step."""
     table = (_CONFIGS_256 if dim > 128 else _CONFIGS)[kernel]
     config = table[min(max(table), max(64, block_size))]
     keys = min(config.tile_n, block_size)

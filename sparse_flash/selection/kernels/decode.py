@@ -86,12 +86,8 @@ def selection_decode_kernel(
 def selection_decode(
     q, k, v, picks, block_size, scale, *, kv_lens=None, block_table=None, k_scale=None, v_scale=None, splits=None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
-
-    q, k, v, kv_lens, block_table, k_scale, v_scale: as for ``attention_decode`` in ``decode``. picks: (batch, heads that pick,
-    q_len, n) int32, contiguous, of blocks of block_size keys, ascending, each once, then -1. splits: programs that share a query's
-    blocks; by default enough to fill the GPU.
-    """
+    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32. picks: contiguous. splits:
+    programs that share a query's blocks; by default enough to fill the GPU."""
     inputs = [t for t in (q, k, v, picks, kv_lens, block_table, k_scale, v_scale) if t is not None]
 
     def run(recording):

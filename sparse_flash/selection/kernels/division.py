@@ -7,10 +7,9 @@ from ...kernels.common.config import SECOND_AXIS
 
 # wgmma begins at 64 rows. Tiles of 128 rows were slower everywhere: docs/performance/selection.md, "Tile sizes".
 TILE_ROWS = 64
-# A tile visits a block that this share of its queries picked. docs/performance/selection.md, "Tile sizes", has the figures of other
-# shares.
+# A tile visits a block that this share of its queries picked. The same page has the figures of other shares.
 _VISITED_SHARE = 3, 4
-WORKSPACE = 512 << 20  # bytes that partial results may take; docs/performance/selection.md, "Tile sizes", has figures
+WORKSPACE = 512 << 20  # bytes that partial results may take
 _FORWARD_ROWS = 1024  # of a piece of a list: enough to hide the load of the key block
 # A piece of the backward pass has this many times the mean list of a key block, so few blocks are divided.
 _BACKWARD_MEANS = 2
@@ -31,8 +30,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class PickedShape:
-    """The constants of a kernel over picked blocks. Rows of a tile are decomposed by them, so none of that takes a division by a
-    number that is known only at run time."""
+    """The constants of a kernel over picked blocks, by which rows of a tile are decomposed without divisions at run time."""
 
     MEMBERS: int  # query heads that share picks
     PICKERS: int  # heads that pick, of a key head
@@ -109,11 +107,8 @@ def least_queries(sizes: SelectionSizes) -> int:
 
 
 def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int) -> list[Round]:
-    """Returns as few rounds as fit, and as grids allow, whose second axis has the batch-heads and pickers of a round.
-
-    bytes_of_entry: of the partial results of a pick. bytes_of_head: of what does not depend on the queries of a round. At least one
-    tile of one batch-head is computed at a time, whatever it takes.
-    """
+    """Returns as few rounds as fit, at least a tile each, and as grids allow, whose second axis has the batch-heads and pickers.
+    bytes_of_entry: of the partial results of a pick. bytes_of_head: of what does not depend on the queries of a round."""
     of_query = sizes.pickers * sizes.slots * bytes_of_entry
     heads, queries = WORKSPACE // max(1, of_query * sizes.q_len + bytes_of_head), sizes.q_len
     if heads == 0 and of_query > 0:
@@ -129,13 +124,6 @@ def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int) 
         Round(number, head, min(heads, sizes.batch_heads - head), query, min(queries, sizes.q_len - query), queries)
         for number, (head, query) in enumerate(firsts)
     ]
-
-
-def plan_backward(sizes: SelectionSizes, dim: int, dim_v: int, itemsize: int, keys: int) -> list[Round]:
-    """Returns the rounds of a backward pass. dim, dim_v: padded. keys: of a part of dQ."""
-    # At most half as many pieces again as there are key blocks: see ``backward_piece_size``.
-    of_head = sizes.key_blocks * sizes.block * (dim + dim_v) * 6
-    return plan_rounds(sizes, sizes.block // keys * sizes.members * dim * itemsize, of_head)
 
 
 def count_entries(sizes: SelectionSizes, rounds: list[Round]) -> int:

@@ -414,8 +414,7 @@ def keys_per_part(q, v, sizes) -> int:
 
 
 def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, round, scale: float) -> None:
-    """Writes parts and sums of one round. Arguments as in ``backward``, of 16-bit types, head_dim up to 128, v's
-    being the same, and blocks of 64 keys or a multiple of 128."""
+    """Writes parts and sums of one round. Arguments as in ``backward``; see ``selection.hopper.supports``."""
     q, k, v, dout, log2_sum, delta = operands
     dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
     block = [1, 1, keys, dim]

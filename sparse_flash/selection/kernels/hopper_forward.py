@@ -237,8 +237,7 @@ def picked_parts_kernel(
 
 
 def picked_parts(operands, lists, parts, part_lse, sizes, round, scale: float) -> None:
-    """Writes parts and part_lse of one round. Arguments as in ``forward``, of 16-bit types, head_dim up to 128, v's being the same,
-    and blocks of 64 keys or a multiple of 128."""
+    """Writes parts and part_lse of one round. Arguments as in ``forward``; see ``selection.hopper.supports``."""
     q, k, v = operands[:3]
     dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
     stages, key_stages = STAGES[dim, keys]

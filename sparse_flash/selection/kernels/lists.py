@@ -163,8 +163,7 @@ def selection_keys_kernel(
 def column_lists(
     picks: torch.Tensor, visited: VisitedBlocks | None, sizes: SelectionSizes, rounds: list[Round], most: int
 ) -> ColumnLists:
-    """Returns the lists of all picks, or of the picks that ``visited`` leaves. picks: see ``visited_blocks``. most: entries of a
-    piece."""
+    """Returns the lists of all picks, or of the picks that ``visited`` leaves. most: entries of a piece."""
     columns = rounds[0].heads * sizes.key_blocks
     keys = len(rounds) * columns * 2
     key = torch.empty_like(picks, dtype=torch.int16 if keys < 1 << 16 else torch.int32)
@@ -192,8 +191,7 @@ def always_pieces(always, rows_of_query: int) -> Pieces:
 
 
 def divide_lists(begin: torch.Tensor, whole: torch.Tensor, end: torch.Tensor, count: int, most: int, unit: int) -> Pieces:
-    """Lists begin .. end - 1, each (rounds, columns) int32, in pieces of at most ``most`` entries (a multiple of ``unit``) that are
-    multiples of ``unit`` except the last of a list. count: at least as many as there can be."""
+    """Lists begin .. end - 1, (rounds, columns) int32, in ``count`` pieces of up to ``most`` entries, multiples of ``unit``."""
     length = end - begin
     pieces = (length + most - 1) // most
     ends = pieces.cumsum(1, dtype=torch.int32)

@@ -181,9 +181,7 @@ def pick_blocks_kernel(
 
 
 def pick_blocks(source: Tensor, keys: Tensor | None, choice, bounds: Tensor | None, lse: Tensor | None) -> Tensor:
-    """(batch, heads, q_len, keep) int32, ascending, then -1. choice: a ``selection.choice.BlockChoice``. The rest as for
-    ``selection.choice.choose``, but of the kind "mean" keys are the means of whole blocks, in float32. The last dimensions are
-    contiguous."""
+    """As ``selection.choice.choose``. Of the kind "mean" keys are the means of whole blocks. Last dimensions are contiguous."""
     kind, heads, keep, block_size, kv_len, length, stride = choice
     q_len, config, given, keys = source.shape[2], _CONFIGS[kind], kind == "given", source if keys is None else keys
     picks = torch.empty((source.shape[0], heads, q_len, keep), dtype=torch.int32, device=source.device)
@@ -203,8 +201,7 @@ def pick_blocks(source: Tensor, keys: Tensor | None, choice, bounds: Tensor | No
 
 
 def _precision(source: Tensor) -> str:
-    """Returns the precision of products of float32. Sums and means of 16-bit numbers lose less in tf32 than these numbers had lost;
-    float32 takes three such products. On chips without tf32, products are exact and slow."""
+    """Returns the precision of products of float32: tf32 loses less of sums of 16-bit numbers than these had lost."""
     if not source.is_cuda or torch.cuda.get_device_capability(source.device) < (8, 0):
         return "ieee"
     return "tf32x3" if source.dtype == torch.float32 else "tf32"
