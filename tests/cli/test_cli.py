@@ -63,7 +63,6 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
     "command, message",
     [
         ("show 'local(9)' --level tokens -n 100000", "too many to draw"),
-        ("show 'tile_window(layout, 1)'", "here write video_layout(frames, height, width)"),
         ("show causal --import nowhere.py", "--import must be a Python file, whose name ends in .py; got nowhere.py"),
         ("gallery causal --out mask.gif", ".png or .svg"),
         ("explain causal --dtype int8", "dtype must be one of bf16, fp16, fp32; got 'int8'"),
