@@ -62,7 +62,7 @@ def room(name: str) -> str | None:
 IMPORTS = {name: imports(name) for name in MODULES}
 
 
-def test_the_table_names_every_room_and_no_other_and_each_says_what_lives_there():
+def test_the_table_names_every_folder_and_each_says_what_lives_there():
     # sparse_flash.kernels itself only documents what its rooms have in common; it holds no code.
     assert not IMPORTS["sparse_flash.kernels"]
     assert {room(name) for name in IMPORTS if name != "sparse_flash.kernels"} == FLOORS.keys()
@@ -71,7 +71,7 @@ def test_the_table_names_every_room_and_no_other_and_each_says_what_lives_there(
     assert [name for name, package in packages.items() if not ast.get_docstring(TREES[package])] == []
 
 
-def test_modules_import_only_rooms_of_floors_below():
+def test_modules_import_only_folders_of_lower_floors():
     wrong = {}
     for name in IMPORTS.keys() - {"sparse_flash.kernels"}:
         theirs = {room(other) for other in IMPORTS[name]} - {None, room(name)}

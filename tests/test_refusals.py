@@ -617,7 +617,7 @@ def test_bad_input_is_one_clear_error_and_changes_nothing(call, change, error, m
 
 
 @parametrize([row for row in ROWS if row[0] in WITHOUT_TOKENS and (set(row[1]) <= NUMBERS or row[3].startswith((TYPO, KINDS)))])
-def test_what_is_wrong_beside_tokens_is_wrong_beside_none(call, change, error, message):
+def test_bad_input_is_refused_also_without_tokens(call, change, error, message):
     call, plain = CALLS[call]
     with pytest.raises(error, match=message):
         call(**{name: value[:0] if isinstance(value, torch.Tensor) else value for name, value in plain.items()} | change)

@@ -117,7 +117,7 @@ def test_the_torch_back_end_takes_memory_linear_in_tokens(spec, tokens, least, l
     assert tokens * 16 <= max(seen) <= max(tokens * 16, torch.get_num_threads() << least) < tokens**2
 
 
-def test_keys_that_are_always_kept_beside_picks_take_little_memory():
+def test_always_kept_keys_take_little_memory():
     q, k, v = (torch.randn(1, heads, 512, 64) for heads in (6, 2, 2))
     selection = sf.topk_blocks(q, k, 4, every=1, block_size=16, always="sinks(4) | local(64)")
     with largest(seen := []):

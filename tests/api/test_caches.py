@@ -52,7 +52,7 @@ def attend(tokens: int, spec: str) -> torch.Tensor:
     return sf.attention(q, k, v, spec)
 
 
-def test_calls_alike_read_the_values_of_their_arguments_each_time():
+def test_repeated_calls_read_the_values_of_their_arguments_again():
     q, slopes, lens = torch.randn(1, 2, 40, 64, device=DEVICE), torch.ones(2, device=DEVICE), torch.tensor([9], device=DEVICE)
 
     def attend(**given) -> torch.Tensor:

@@ -287,7 +287,7 @@ BY_MASS = sf.parse("sampled(4, mass=0.5, block=64)")
 @example(BY_MASS, 256, 126, False, 0)
 @example(BY_MASS, 256, 66, False, 0)
 @example(sf.parse("pooled(keep=2, block=64)"), 256, 120, False, 0)  # whose last block has few keys
-def test_a_sequence_padded_at_its_end_attends_as_it_does_alone(chooser, tokens, gone, causal, seed):
+def test_padding_at_the_end_is_ignored(chooser, tokens, gone, causal, seed):
     q, k, v = inputs(tokens, tokens, batch=1, seed=seed)
     end = max(1, tokens - gone)
     lengths = dict.fromkeys(("kv_lens", "q_lens"), torch.tensor([end], device=DEVICE))
@@ -298,7 +298,7 @@ def test_a_sequence_padded_at_its_end_attends_as_it_does_alone(chooser, tokens, 
 
 
 @parametrize("name", ["pooled", "everywhere", "two"])
-def test_a_sequence_padded_at_its_start_attends_as_it_does_alone(name):
+def test_padding_at_the_start_is_ignored(name):
     q, k, v = inputs(64 * 6, 64 * 6, batch=1)
     start = torch.tensor([64 * 2], device=DEVICE)
     found = sf.attention(q, k, v, EVERY[name], kv_starts=start, q_starts=start)

@@ -60,13 +60,13 @@ def test_type_checkers_reject_a_misspelt_keyword_and_no_other_line(monkeypatch, 
 
 
 @pytest.mark.parametrize("call", [sf.attention, sf.attention_varlen, sf.attention_decode])
-def test_the_signature_shows_the_named_arguments_alone(call):
+def test_the_signature_shows_only_named_arguments(call):
     parameters = inspect.signature(call).parameters.values()
     assert "backend" in {p.name for p in parameters}
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters)
 
 
-def test_text_stands_beside_a_pattern_on_either_side():
+def test_spec_text_combines_with_a_pattern_on_either_side():
     expected = sf.parse("causal & local(4)")
     assert sf.causal() & "local(4)" == "local(4)" & sf.causal() == expected
     assert sf.causal() | "local(4)" == "local(4)" | sf.causal() == sf.parse("causal | local(4)")

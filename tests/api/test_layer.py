@@ -273,7 +273,7 @@ def test_a_mask_that_is_set_later_is_that_of_every_use(name):
 
 @parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @parametrize("name", MASKS)
-def test_a_mask_of_one_call_is_that_of_this_call_alone(name, compiles):
+def test_a_mask_of_one_call_does_not_stay_with_the_layer(name, compiles):
     if compiles and name == "pattern" and torch.__version__ < "2.13":
         pytest.skip("PyTorch before 2.13 traces no Pattern objects")
     attn, x, wanted = layer().requires_grad_(False), inputs(), layer(mask=MASKS[name])(inputs())
@@ -286,7 +286,7 @@ def test_a_mask_of_one_call_is_that_of_this_call_alone(name, compiles):
     assert all(torch.equal(saved[one], tensor) for one, tensor in attn.state_dict().items())
 
 
-def test_weights_are_dropped_out_in_training_alone():
+def test_weights_are_dropped_only_in_training():
     attn, plain, x = layer(dropout_p=0.3), layer(), inputs()
     outs = []
     for seed in (1, 1, 2):

@@ -52,7 +52,7 @@ def test_a_rotation_keeps_products_and_spreads_one_column_and_equal_columns(head
         assert (rotate(row, columns).abs().amax(-1) <= row.norm(dim=-1) * (1.001 * 2**0.5 / columns**0.5)).all()
 
 
-def test_a_constant_added_to_all_keys_changes_lse_alone():
+def test_a_constant_added_to_all_keys_changes_only_lse():
     q, k, v = inputs(100, 300, 2, 1, 64)
     constant = 4 * normal(64)
     out, lse = attention_in_eight_bits(q, k, v, None, 1 / 8)

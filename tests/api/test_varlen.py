@@ -177,7 +177,7 @@ def test_the_table_keeps_what_the_pattern_keeps_in_each_document(name, starts, m
     slack=st.integers(0, 200),
 )
 @settings(max_examples=30)
-def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
+def test_the_capacity_suffices_for_any_lengths(pattern, lengths, same, beyond, slack):
     q_lens, k_lens = zip(*lengths, strict=True)
     k_lens = q_lens if same else k_lens
     tokens = sum(q_lens) + beyond, sum(k_lens) + beyond

@@ -156,7 +156,7 @@ def test_ways_that_are_missing_fail_or_differ_are_rows_and_a_difference_is_an_er
     assert "not installed" in data["steps"][1]["refused"] and "window must be" in data["steps"][2]["failed"]
 
 
-def test_windows_of_tiles_are_checked_beside_dense_and_no_part_begins_after_the_limit(tmp_path, capsys):
+def test_windows_of_tiles_are_checked_against_dense_within_the_time_limit(tmp_path, capsys):
     code, data = run_video(tmp_path, "--part kernels --only sparse_flash")
     assert code == 0 and all(found["correct"] and found["backward_ms"] > 0 for found in data["kernels"])
     assert [found["label"] for found in data["kernels"]] == ["toy", "toy", "toy, ragged", "toy, ragged"] * 2
@@ -165,7 +165,7 @@ def test_windows_of_tiles_are_checked_beside_dense_and_no_part_begins_after_the_
     assert "the rest was not begun" in capsys.readouterr().out
 
 
-def test_the_permutation_is_timed_beside_a_copy_in_bytes_read_and_written(tmp_path):
+def test_the_permutation_is_timed_next_to_a_copy_of_as_many_bytes(tmp_path):
     _, data = run_video(tmp_path, "--part permutation")
     layout = MODELS["toy"].layout("auto")
     assert [found["what"] for found in data["permutation"]] == ["copy", "to_tiles", "to_raster"] * 2

@@ -169,7 +169,7 @@ def test_positions_count_from_each_sequences_first_token_in_each_head_and_in_com
 
 
 @torch.no_grad()
-def test_a_compiled_model_takes_many_tokens_beside_a_static_cache():
+def test_a_compiled_model_takes_many_tokens_with_a_static_cache():
     torch._dynamo.reset()
     model, x = use_sparse_flash(decoder_of("llama", num_hidden_layers=1), "causal & local(100)"), words()
     compiled, cache = torch.compile(model, backend="eager"), transformers.StaticCache(model.config, max_cache_len=TOKENS + 30)
@@ -225,7 +225,7 @@ def test_a_compiled_model_fails_where_it_would_have_to_look_at_values():
 # What is carried and what is refused.
 
 
-def test_attention_dropout_is_carried_in_training_alone():
+def test_attention_drops_weights_only_in_training():
     model, x, logits = use_sparse_flash(decoder_of("gpt2", attn_pdrop=0.3)), words(), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)

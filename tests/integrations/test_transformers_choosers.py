@@ -112,7 +112,7 @@ def test_patterns_keep_their_positions_where_a_cache_has_dropped_keys():
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("spec", [SPEC, "causal & (sampled(8, budget=0.5, block=64) | sinks(4) | last_tokens(9))"])
-def test_sequences_of_a_padded_batch_are_what_each_is_alone(name, spec):
+def test_sequences_of_a_padded_batch_equal_separate_calls(name, spec):
     model, lengths = use_sparse_flash(made(name), spec, dense_below=150, dense_last=16), (300, 237, 170, 100, 30)
     if name == "llama":  # 230 keys are too few to choose
         model, lengths = use_sparse_flash(model, spec, dense_below=235, dense_last=16), (300, 237, 230, 100, 30)

@@ -62,7 +62,7 @@ def test_generation_reads_the_chosen_blocks_and_goes_on_as_dense_attention_does(
         ("own", {"position_ids": torch.arange(TOKENS)[None] % 40}, "chooses blocks of keys beside packed sequences"),
     ],
 )
-def test_what_does_not_go_beside_chosen_blocks_is_refused_by_name(model, masks, arguments, message):
+def test_what_chosen_blocks_do_not_support_is_refused_by_name(model, masks, arguments, message):
     use_sparse_flash(model, masks)
     with pytest.raises(ValueError, match=message):
         model(words(), use_cache=False, **arguments)

@@ -121,7 +121,7 @@ def test_packed_sequences_that_lose_queries_on_their_way_through_the_layers_are_
         close(found, model(x, **given).logits[:, -1:])
 
 
-def test_packed_sequences_give_the_gradients_of_each_alone():
+def test_gradients_of_packed_sequences_equal_separate_calls():
     for name in ("llama", "gpt_oss", "gemma2"):  # plain, with sinks, and with soft caps
         model, x = decoder_of(name).train(), words(batch=1)
         use_sparse_flash(model)
@@ -154,7 +154,7 @@ def test_chunks_count_positions_from_where_a_packed_sequence_says_that_it_starts
 
 
 @torch.no_grad()
-def test_assisted_generation_gives_what_the_model_alone_gives():
+def test_assisted_generation_equals_generation_without_an_assistant():
     model, assistant, x = decoder_of("gemma3_text"), decoder_of("gemma3_text"), words(batch=1, tokens=13)
     for parameter in assistant.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))

@@ -111,7 +111,7 @@ def draw_packed(chance, side_by_side: bool) -> tuple[torch.Tensor, torch.Tensor,
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*DECODERS, *PACKED_ENCODERS])
 @pytest.mark.parametrize("seed", RUNS)
-def test_random_packed_sequences_are_what_each_is_alone(seed, name):
+def test_random_packed_sequences_equal_separate_calls(seed, name):
     chance = random.Random(f"{seed} {name} packed")
     side_by_side, decodes = chance.random() < 0.5, name in DECODERS
     exist, positions, places, ends = draw_packed(chance, side_by_side)

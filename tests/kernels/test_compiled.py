@@ -93,7 +93,7 @@ def test_every_product_of_attention_in_eight_bits_is_of_e4m3(kernels):
         assert k["e4m3"] == (k["wgmma"] if k in found else 0), k
 
 
-def test_the_assembler_runs_no_hopper_product_alone(every):
+def test_the_assembler_serializes_no_hopper_product(every):
     # With Triton 3.8 it does so at head_dim 128 in blocks of 64, whose two programs leave each 128 registers (docs/versions.md).
     of_64 = {"hopper_backward_of_64", "hopper_backward_of_lengths_of_64"}
     known = {(kernel, 128) for kernel in of_64} if triton.__version__.startswith("3.8.") else set()

@@ -125,7 +125,7 @@ def test_rows_of_a_document_are_visited_together_the_longest_document_first_each
     assert [piece[0] for piece in pieces] == sorted((piece[0] for piece in pieces), reverse=True)
 
 
-def test_rows_are_visited_by_weight_alone_without_documents_of_many_blocks():
+def test_rows_without_long_documents_are_ordered_by_weight():
     for spec in ("causal", "full", "causal & local(1024)", "butterfly", "causal & random(0.1)", "causal & block_diagonal(512)"):
         assert not sf.compile_mask(spec, 16384).document_order
 

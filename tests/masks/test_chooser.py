@@ -51,7 +51,7 @@ def test_an_expression_its_text_and_copies_are_equal_and_taken_apart_into_what_t
     assert within is None or not has_choosers(within)
 
 
-def test_a_head_of_patterns_alone_must_have_the_limits_of_the_others():
+def test_a_head_without_choosers_has_the_limits_of_heads_with_choosers():
     text = "causal & documents([0, 50, 99]) & per_head([pooled(keep=2), local(9), full, sinks(3) & local(9)])"
     within = sf.causal() & sf.documents([0, 50, 99])
     always = [None, sf.local(9), sf.full(), sf.sinks(3) & sf.local(9)]

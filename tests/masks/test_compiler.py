@@ -132,7 +132,7 @@ class BlocksOnly(sf.Pattern):
 
 
 @pytest.mark.parametrize("as_bool", [True, False])
-def test_class_with_a_block_rule_alone_compiles_alone_and_with_others(as_bool):
+def test_a_pattern_with_only_a_block_rule_compiles_also_in_expressions(as_bool):
     i, near = np.arange(150), strategies.dense(sf.local(9), 150, 150)
     checkers = np.add.outer(i // 32, i // 32) % 2 == 0
     for pattern, kept in ((BlocksOnly(as_bool), checkers), (sf.local(9) & ~BlocksOnly(as_bool), near & ~checkers)):

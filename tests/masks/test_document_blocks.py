@@ -172,7 +172,7 @@ def test_blocks_of_a_packed_document_are_visited_together_the_longest_document_f
     slack=st.integers(0, 200),
 )
 @settings(max_examples=30)
-def test_there_is_room_for_documents_of_any_lengths(pattern, lengths, beyond, slack):
+def test_the_capacity_suffices_for_documents_of_any_lengths(pattern, lengths, beyond, slack):
     longest = max(lengths) + slack
     runs = long_document(pattern, longest, longest, True, torch.device("cpu")).runs
     blocks = most_blocks(sum(lengths) + beyond, len(lengths))

@@ -50,7 +50,7 @@ def decoded(mask, *lengths):
 
 @settings(max_examples=60)
 @given(pattern=strategies.expressions, before=st.integers(0, 100), tokens=st.integers(1, 200), size=strategies.block_sizes)
-def test_shifted_tokens_see_among_themselves_what_they_see_alone_and_nothing_else(pattern, before, tokens, size):
+def test_shifted_tokens_see_the_pattern_and_no_other_tokens(pattern, before, tokens, size):
     mask = sf.compile_mask(sf.shifted(pattern, before), before + tokens, block_size=size).to_dense()
     torch.testing.assert_close(mask[before:, before:], sf.compile_mask(pattern, tokens, block_size=size).to_dense())
     assert not mask[:before].any() and not mask[:, :before].any()
@@ -75,7 +75,7 @@ def test_a_sequence_that_grows_past_the_tokens_that_a_pattern_names_is_an_error(
     assert decoded(mask, 100, 1, 70, 0)[0].ne(0).all()
 
 
-def test_last_tokens_behind_padding_on_the_left_are_those_of_the_sequence_alone():
+def test_last_tokens_ignores_padding_on_the_left():
     q = torch.randn(1, 1, 40, 8)
     first = torch.tensor([10])
     out = sf.attention(q, q, q, "local(3) | last_tokens(9)", q_starts=first, kv_starts=first)

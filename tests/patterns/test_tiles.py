@@ -23,7 +23,7 @@ def test_tiles_that_divide_the_grid_leave_no_block_partial(pattern):
 @pytest.mark.parametrize(
     "over", [lambda layout: sf.tile_window(layout, 1), lambda layout: sf.frame_window(layout, 2, 0), sf.radial]
 )
-def test_tokens_beside_the_video_see_and_are_seen_by_all_unless_said_otherwise(over):
+def test_text_next_to_a_video_sees_and_is_seen_by_all_by_default(over):
     pattern = over(RAGGED)
     kept = sf.compile_mask(pattern, RAGGED.length, block_size=32).to_dense()
     there = torch.from_numpy(RAGGED.exists(np.arange(RAGGED.length)))
@@ -106,7 +106,7 @@ def test_of_a_hundred_thousand_tokens_few_blocks_are_evaluated(layout, monkeypat
 
 
 @pytest.mark.parametrize("chooser", ["sampled(8, budget=0.4, block=64)", "pooled(keep=2, block=64)", "pooled(mass=0.5, block=64)"])
-def test_choosers_keep_whole_tiles_of_tokens_and_what_is_beside_the_video_in_any_case(chooser):
+def test_choosers_keep_whole_tiles_of_a_video_and_all_text(chooser):
     layout = sf.VideoLayout(3, 11, 15, (1, 8, 8), prefix=20, suffix=30)
     q, k, v = (layout.to_tiles(torch.randn(1, 2, layout.tokens, 16), 2) for _ in range(3))
     spec = f"{layout} & ({chooser} | last_tokens(50))"

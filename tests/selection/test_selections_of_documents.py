@@ -21,7 +21,7 @@ def packed(lengths, after=0, heads=4):
 
 @parametrize("share_group", [False, True])
 @parametrize("score", ["mean", "max"])
-def test_masses_of_picked_blocks_and_their_gradients_are_those_of_each_document_alone(score, share_group):
+def test_masses_of_picked_blocks_equal_those_of_separate_documents(score, share_group):
     lengths, options = [50, 1, 0, 70], {"block_size": BLOCK, "score": score, "share_group": share_group, "always": "sinks(3)"}
     inputs, ends = packed(lengths, after=7)
     q, k, v = (t.requires_grad_() for t in inputs)

@@ -41,7 +41,7 @@ def test_costs_are_compared_with_the_dense_call_that_a_user_would_otherwise_run(
         assert all(f" {name}" in e.lines[line] for line in ("share of blocks", "forward FLOPs"))
 
 
-def test_figures_and_pictures_of_a_dense_mask_take_little_memory_beside_its_table():
+def test_explaining_and_drawing_a_dense_mask_takes_little_memory():
     mask = sf.compile_mask("causal & ~local(5000)", 1 << 19)
     for look in (explain, lambda mask: draw.make_picture(mask, 64, 64)):
         tracemalloc.start()

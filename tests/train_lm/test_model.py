@@ -77,7 +77,7 @@ def test_inputs_kept_on_the_host_and_an_mlp_in_pieces_change_no_gradient(compile
     close(loss_and_gradients(model), wanted)
 
 
-def test_packed_documents_are_what_each_is_alone():
+def test_packed_documents_equal_separate_calls():
     model, ids, bounds = made(), IDS[:1], [0, 10, 11, 40, 64]
     documents = Documents(torch.tensor([*bounds, 64, 64], dtype=torch.int32), 64)
     alone = [model(ids[:, a:b]) for a, b in pairwise(bounds)]
