@@ -18,7 +18,7 @@ STRATEGIES = [
 ]
 CHOICES = [
     (2, compared, ("grouped 8:2", "heads"), {"choice_of": {"every": 1, "share_group": True}}),
-    (2, compared, ("per head, grouped", "heads"), {"choice_of": {"every": 1, "always": "sinks(3)"}, "shuffled": True}),
+    (2, compared, ("per head, grouped", "heads"), {"choice_of": {"every": 1, "always": "sinks(3)"}}),
     (3, compared, ("grouped 6:3", "heads"), {"choice_of": {"every": 1}}),
     (2, compared, ("grouped 8:2", "heads"), {"choice_of": {"every": None}}),
     (4, compared, ("ranks that get nothing", "heads"), {"choice_of": {"every": None}}),
