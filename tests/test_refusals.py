@@ -411,6 +411,9 @@ TABLES = (
     row("varlen_selection", V, "of 64 tokens in 2 documents on .* got 64 in 1", cu_seqlens_q=ENDS[:2]),
     row("varlen_selection", V, "picks must be of 1 key heads or 2 query heads", q=P[:, :2], k=PK[:, :1], v=PK[:, :1]),
     row("varlen_selection", V, "the documents that the selection was made for; got others", cu_seqlens_q=ints(0, 41, 64)),
+    row("attention", T, "selection of packed documents goes to attention_varlen", mask=PACKED),
+    row(of_heads, T, "got BlockSelection; a selection by query goes to attention, or as", masks=[SELECTION]),
+    row("layer", T, "got BlockSelection; a selection by query goes to attention, or as select=", mask=SELECTION),
     # Choosers.
     row("choose", V, "spec must have a chooser, such as .*; got causal; compile_mask takes patterns", spec="causal"),
     each("choose", T, "spec must be an expression with choosers, .*; got {type}", spec=(None, compiled("causal", 64))),

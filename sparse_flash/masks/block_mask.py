@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from ..compat.captured import state_of
 from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import mark_lengths_dynamic, outside_graphs, outside_inference, with_fixed_lengths
+from ..compat.names import PACKAGE
 from ..compat.pytorch import WeakIdKeyDictionary, fake_mode, is_recorded, plain_tensors
 from . import build, from_flex
 from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread, to_traceable
@@ -366,6 +367,12 @@ def resolve_within(within: MaskLike | None, grid: BlockGrid, device: torch.devic
 
 def _suggest_fix(mask: object) -> str:
     """How to make a mask of another type; empty if there is no advice."""
+    if any(base.__module__.endswith((".masks.pattern", ".masks.block_mask")) for base in type(mask).__mro__):
+        return f" of {type(mask).__module__}, another copy of the package than {PACKAGE}; pass spec text, or make the mask here"
+    if type(mask).__name__ == "BlockSelection":  # its module imports this one
+        return "; a selection by query goes to attention, or as select= to SparseAttention"
+    if type(mask).__name__ == "PackedSelection":
+        return "; a selection of packed documents goes to attention_varlen"
     if isinstance(mask, torch.Tensor):
         return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
     if isinstance(mask, (list, tuple)):
