@@ -7,7 +7,7 @@ video, context, decoding,     steps of video models; one sequence over several G
 precision
 program                       what the programs share: options, files of rows
 report                        rows, tables, plots and one HTML page, from the JSON alone
-measure                       throughput, failures that are results, latency, accuracy, drift of baselines, noise
+measure                       throughput, failures that are results, accuracy, drift of baselines, noise, time of calls
 baselines                     the peers: their interface, their registry, a module for each that needs more than a few lines
 workload                      cases, suites, masks, problems, planted queries and keys
 results                       the JSON file, resuming, the environment; the folder beside it holds kept results (CONTRIBUTING.md)

@@ -17,7 +17,7 @@ import torch
 
 import sparse_flash as sf
 
-from .measure.latency import time_calls_us
+from .measure.noise import time_calls_us
 from .program import RowFile, add_device, create_parser
 from .results import environment
 

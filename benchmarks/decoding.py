@@ -24,7 +24,7 @@ import sparse_flash as sf
 
 from .baselines.flash import prepare_fa3_forward, quantize
 from .measure.accuracy import relative_error
-from .measure.latency import time_calls_us
+from .measure.noise import time_calls_us
 from .measure.throughput import DTYPES, time_ms, try_measuring
 from .program import RowFile, add_device, create_parser, print_tables
 from .results import environment, has_numbers, why_not

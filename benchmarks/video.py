@@ -39,7 +39,7 @@ import torch
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .baselines.flash import FlashAttention4, FlashMask
+from .baselines.flash import FlashAttention4, FlashOptions
 from .measure.accuracy import TOLERANCE, relative_error
 from .measure.noise import Timing, time_runs
 from .measure.throughput import DTYPES, profile_kernels, time_passes, try_measuring
@@ -63,7 +63,7 @@ FA4 = FlashAttention4()
 
 @torch.library.custom_op("sparse_flash_benchmarks::fa4", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v) -> Tensor")
 def _attend_by_fa4(q, k, v):
-    return FA4.attend(q, k, v, FlashMask(False))
+    return FA4.attend(q, k, v, FlashOptions(False))
 
 
 @_attend_by_fa4.register_fake

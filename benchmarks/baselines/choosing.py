@@ -4,16 +4,11 @@ Written for these commits; each package must be importable, from site-packages o
 
     flashprefill     ops             github.com/qhfan/FlashPrefill 74e42f3 (arXiv:2603.06199); it imports fla.utils of fla-core
     minference       minference      github.com/microsoft/MInference fb56c91 (arXiv:2407.02490), its block-sparse heads
-    flexprefill      flex_prefill    github.com/bytedance/FlexPrefill a24b27b (arXiv:2502.20766)
-    xattention-8/16  xattn           github.com/mit-han-lab/x-attention e379887 (arXiv:2503.16428), strides 8 and 16
-    spargeattn       spas_sage_attn  github.com/thu-ml/SpargeAttn bfd980b (arXiv:2502.18137), its Triton example
     prism            prism           github.com/xinghaow99/prism d5a4252 (arXiv:2602.08426)
 
-These calls need no build. The __init__.py of minference, flex_prefill and spas_sage_attn imports more, compiled extensions too, so
-leave it out where those are not installed. XAttention's own attention, block_sparse_attn, must be compiled: a module of that name
-with block_sparse_attn_func = None lets xattn be imported, and sparse_flash attends under XAttention's choice. SpargeAttn's
-triton_kernel_example.py must lie in spas_sage_attn. MInference's vertical-slash heads need a compiled extension and are left out.
-Prism, FlexPrefill and FlashPrefill do not run with triton 3.9, which has no block pointers and checks the keys of autotuners.
+These calls need no build. The __init__.py of minference imports more, compiled extensions too, so leave it out where those are not
+installed. MInference's vertical-slash heads need a compiled extension and are left out. Prism and FlashPrefill do not run with
+triton 3.9, which has no block pointers and checks the keys of autotuners.
 
 The knob is the setting by which a package keeps more or less. Packages that want as many heads of keys as of queries get repeated
 ones, made before anything is timed.
@@ -23,14 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import torch
-
-import sparse_flash
 
 from ..workload.problem import Problem
 
@@ -123,82 +115,6 @@ def minference(problem: Problem) -> Calls:
     )
 
 
-def flexprefill(problem: Problem) -> Calls:
-    """On an H200 it gets the launch options that it has for an H100: it knows no H200. For gamma = 1 it lists blocks of the future
-    too, which its attention refuses, so they are left out."""
-    ops: Any = import_module("flex_prefill.ops.flex_prefill_attention")
-    if "h200" in (ops.GPU_NAME or ""):
-        ops.GPU_NAME = "nvidia h100"
-    q, k, v = _tokens_first(problem)
-    (tau, budget), rows = FLEXPREFILL, q.shape[1] // BLOCK
-
-    def choose(gamma: float) -> list[list[torch.Tensor]]:
-        index = ops.get_active_blocks(q, k, v, BLOCK, gamma, budget // BLOCK, rows, tau)
-        return index if gamma < 1 else [[of_head[of_head // rows >= of_head % rows] for of_head in index[0]]]
-
-    return Calls(
-        choose,
-        lambda index: ops.triton_block_wise_attention(q, k, v, index, BLOCK).transpose(1, 2),
-        lambda gamma: ops.flex_prefill_attention(q, k, v, gamma, tau, min_budget=budget, block_size=BLOCK).transpose(1, 2),
-        lambda index: sum(of_head.numel() for of_head in index[0]),
-        _causal_blocks(problem),
-    )
-
-
-def xattention(problem: Problem, stride: int) -> Calls:
-    """Its Triton kernels run only where the GPU's name has a 100 in it, so here each GPU is called H100."""
-    estimate = import_module("xattn.src.Xattention").xattn_estimate
-    q, k, _ = _repeat_keys(problem)
-    tokens = q.shape[2]
-    power = 1 << (tokens - 1).bit_length()
-    chunk = max(min(power, 2**28 // power), 2048)  # as its Xattention_prefill sets it, for more than 2048 tokens
-    of_device = torch.cuda.get_device_properties
-
-    def choose(threshold: float) -> torch.Tensor:
-        with patch.object(torch.cuda, "get_device_properties", lambda *args, **options: _NamedH100(of_device(*args, **options))):
-            _, kept = estimate(q, k, block_size=BLOCK, stride=stride, threshold=threshold, chunk_size=chunk)
-        return kept[:, :, : tokens // BLOCK, : tokens // BLOCK]
-
-    def attend(kept: torch.Tensor) -> torch.Tensor:
-        mask = sparse_flash.BlockMask.from_blocks(kept, BLOCK, within="causal")
-        return sparse_flash.attention(*problem.leaves, mask)  # type: ignore[return-value]  # no return_lse
-
-    return Calls(choose, attend, lambda threshold: attend(choose(threshold)), lambda kept: kept.sum(), _causal_blocks(problem))
-
-
-class _NamedH100:
-    """A GPU's properties, under another name. Triton and PyTorch read others meanwhile."""
-
-    name = "H100"
-
-    def __init__(self, properties: Any):
-        self._properties = properties
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._properties, name)
-
-
-def spargeattn(problem: Problem) -> Calls:
-    """The steps of its spas_sage_attn_meansim, with topk, which its authors recommend, instead of cdfthreshd."""
-    example, utils = import_module("spas_sage_attn.triton_kernel_example"), import_module("spas_sage_attn.utils")
-    q, k, v = _repeat_keys(problem)
-
-    def choose(topk: float) -> tuple[torch.Tensor, torch.Tensor]:
-        smooth = k - k.mean(dim=-2, keepdim=True)
-        options = {"is_causal": True, "simthreshd1": SPARGEATTN[0], "cdfthreshd": None, "topk": topk}
-        return smooth, utils.get_block_map_meansim(q, smooth, **options)
-
-    def attend(choice: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        smooth, kept = choice
-        q_int8, q_scale, k_int8, k_scale = example.per_block_int8(q, smooth)
-        threshold = example.hyperparameter_check(SPARGEATTN[1], q.shape[1], q.device)
-        arguments = (q_int8, k_int8, kept, v.to(torch.float16), q_scale, k_scale, threshold)
-        return example.forward(*arguments, is_causal=True, output_dtype=q.dtype, tensor_layout="HND")
-
-    rows = q.shape[2] // BLOCK
-    return Calls(choose, attend, lambda topk: attend(choose(topk)), lambda choice: choice[1].sum(), q.shape[1] * rows * (rows + 1))
-
-
 def prism(problem: Problem) -> Calls:
     """The two calls of its layer. Its choice wants repeated keys, its attention does not."""
     module = import_module("prism.prism")
@@ -236,15 +152,9 @@ def _tokens_first(problem: Problem) -> list[torch.Tensor]:
 
 
 FLASHPREFILL = (2, 4, 2, 0)  # sinks and window in blocks, last blocks of queries that are dense, min_budget: its models' settings
-FLEXPREFILL = (0.1, 1024)  # tau, min_budget in tokens: as in its README
-SPARGEATTN = (-0.1, 50)  # simthreshd1, pvthreshd: the defaults of its topk call
 
 PACKAGES = {
     "flashprefill": Package(flashprefill, "qhfan/FlashPrefill@74e42f3", "alpha", 1.0, 0.0),
     "minference": Package(minference, "microsoft/MInference@fb56c91", "top_k"),  # as a share of a prompt's blocks
-    "flexprefill": Package(flexprefill, "bytedance/FlexPrefill@a24b27b", "gamma"),
-    "xattention-8": Package(partial(xattention, stride=8), "mit-han-lab/x-attention@e379887", "threshold"),
-    "xattention-16": Package(partial(xattention, stride=16), "mit-han-lab/x-attention@e379887", "threshold"),
-    "spargeattn": Package(spargeattn, "thu-ml/SpargeAttn@bfd980b", "topk"),
     "prism": Package(prism, "xinghaow99/prism@d5a4252", "threshold"),
 }

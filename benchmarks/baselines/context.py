@@ -22,7 +22,7 @@ from sparse_flash.parallel import exchange, transfer
 from sparse_flash.parallel.attend import BlockAttention, HeadAttention
 from sparse_flash.parallel.plan import ContextPlan
 
-from .flash import FlashAttention4, FlashMask
+from .flash import FlashAttention4, FlashOptions
 from .flex import mask_function
 
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -189,7 +189,7 @@ class ExchangedHeads(_Pieces):
     def divided(self, sequence, mesh):
         q, k, v = self.leaves(sequence, mesh)
         ranks, width, kernel = mesh.size(), _window(sequence.pattern), FlashAttention4()
-        asked = FlashMask(True, None if width == 0 else width - 1)
+        asked = FlashOptions(True, None if width == 0 else width - 1)
 
         def to_heads(t: torch.Tensor) -> torch.Tensor:
             """(1, tokens of all, heads of a rank, head_dim) of (1, heads, tokens, head_dim)"""

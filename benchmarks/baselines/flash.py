@@ -5,55 +5,61 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from sparse_flash.masks.pattern import And, Pattern
-from sparse_flash.patterns import documents, local
-
+from ..workload.changes import CHANGES
 from ..workload.problem import Problem
 from .base import Peer
 
 
-class FlashMask(NamedTuple):
-    """window: keys before the query's own; None: no window. cu_seqlens: where documents start, and where the last one ends, int32
-    on the device; longest: tokens of the longest. None: no documents."""
+class FlashOptions(NamedTuple):
+    """window: keys before the query's, or None. cu_seqlens: where documents start, and where the last one ends, int32. longest:
+    tokens of the longest document. softcap: 0 for none. sinks: (heads,). Tensors are on the device."""
 
     causal: bool
     window: int | None = None
     cu_seqlens: torch.Tensor | None = None
     longest: int | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 class FlashAttention(Peer):
-    """Dense, causal, a causal window, and causal attention in documents through the variable-length call."""
+    """Dense, causal, a causal window, and either in documents through the variable-length call; changes: what it has of
+    ``workload.changes``."""
 
     order = (0, 2, 1, 3)
+    changes: ClassVar[tuple[str, ...]] = ("", "varlen", "soft cap")
 
     def missing(self) -> str | None:
         """Why the library cannot be called, or None."""
         raise NotImplementedError
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: FlashMask) -> torch.Tensor:
-        """The library's own call, in its layout."""
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: FlashOptions) -> torch.Tensor:
+        """The library's call, in its layout."""
         raise NotImplementedError
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.dropout_p or problem.kv_lens is not None:
             return "its calls have no dropout, and padding is not measured"
-        inner = _strip_causal(problem)
-        if problem.name not in ("full", "causal") and not isinstance(inner, (local, documents)):
+        if problem.change not in [CHANGES[name] for name in self.changes]:
+            return "it has no such change of scores"
+        if problem.terms is None:
             return "its block-sparse call is not measured; it has dense, causal, causal window and causal documents"
         return self.missing()
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
-        inner = _strip_causal(problem)
-        if isinstance(inner, documents):
-            return self._documents(problem, inner.cu_seqlens)
-        asked = FlashMask(problem.name != "full", inner.window - 1 if isinstance(inner, local) else None)
+        assert problem.terms is not None
+        causal, window, bounds = problem.terms
+        cap = problem.change.arguments(1, problem.q.device).get("softcap", 0.0)
+        asked = FlashOptions(causal, window and window - 1, softcap=cap, sinks=problem.sinks)
+        if bounds is not None:
+            cu_seqlens, longest = problem.pack(bounds)
+            of_documents = asked._replace(cu_seqlens=cu_seqlens, longest=longest)
+            return lambda: problem.unpack(self.attend(*problem.packed_leaves(), of_documents))
 
         def run():
             q, k, v = (t.transpose(1, 2) for t in problem.leaves)
@@ -61,31 +67,11 @@ class FlashAttention(Peer):
 
         return run
 
-    def _documents(self, problem: Problem, bounds: tuple[int, ...]) -> Callable[[], torch.Tensor]:
-        """bounds: where documents start, and where the last one ends. The sequences of a batch are concatenated."""
-        batch, _, tokens, _ = problem.q.shape
-        starts = [b * tokens + start for b in range(batch) for start in bounds[:-1]]
-        cu_seqlens = torch.tensor([*starts, batch * tokens], dtype=torch.int32, device=problem.q.device)
-        asked = FlashMask(True, None, cu_seqlens, max(stop - start for start, stop in pairwise(bounds)))
-
-        def run():
-            q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in problem.leaves)
-            return self.attend(q, k, v, asked).unflatten(0, (batch, tokens)).transpose(1, 2)
-
-        return run
-
-
-def _strip_causal(problem: Problem) -> Pattern | None:
-    """``p`` if the problem's only pattern is ``causal & p``."""
-    if len(problem.patterns) > 1 or not isinstance(problem.patterns[0], And):
-        return None
-    operands = problem.patterns[0].operands
-    others = [p for p in operands if p.name != "causal"]
-    return others[0] if len(operands) == 2 and len(others) == 1 else None
-
 
 class FlashAttention4(FlashAttention):
     """The CuTe kernels of the flash-attention project (flash_attn.cute)."""
+
+    changes = (*FlashAttention.changes, "sinks")
 
     def missing(self):
         try:
@@ -97,14 +83,14 @@ class FlashAttention4(FlashAttention):
     def attend(self, q, k, v, asked):
         import flash_attn.cute
 
-        options: dict[str, Any] = {"causal": asked.causal}
-        if asked.cu_seqlens is not None:
-            options |= {"cu_seqlens_q": asked.cu_seqlens, "cu_seqlens_k": asked.cu_seqlens}
-            options |= {"max_seqlen_q": asked.longest, "max_seqlen_k": asked.longest}
-            return _first(flash_attn.cute.flash_attn_varlen_func(q, k, v, **options))
+        options: dict[str, Any] = {"causal": asked.causal, "softcap": asked.softcap, "learnable_sink": asked.sinks}
         if asked.window is not None:
             options["window_size"] = (asked.window, 0)
-        return _first(flash_attn.cute.flash_attn_func(q, k, v, **options))
+        if asked.cu_seqlens is None:
+            return _first(flash_attn.cute.flash_attn_func(q, k, v, **options))
+        options |= {"cu_seqlens_q": asked.cu_seqlens, "cu_seqlens_k": asked.cu_seqlens}
+        options |= {"max_seqlen_q": asked.longest, "max_seqlen_k": asked.longest}
+        return _first(flash_attn.cute.flash_attn_varlen_func(q, k, v, **options))
 
 
 def _first(out):
@@ -173,8 +159,8 @@ class _FA3Function(torch.autograd.Function):
     """Calls the operators themselves, which both copies register, so that both are called alike."""
 
     @staticmethod
-    def forward(ctx, q, k, v, asked: FlashMask):
-        ctx.options = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": asked.causal}
+    def forward(ctx, q, k, v, asked: FlashOptions):
+        ctx.options = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": asked.causal, "softcap": asked.softcap}
         if asked.window is not None:
             ctx.options |= {"window_size_left": asked.window, "window_size_right": 0}
         if asked.cu_seqlens is not None:

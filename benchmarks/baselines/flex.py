@@ -31,6 +31,8 @@ class Flex(Peer):
     def refuses(self, problem: Problem) -> str | None:
         if len(problem.patterns) > 1:
             return "masks of each head are not measured"
+        if problem.sinks is not None:
+            return "sinks would be PyTorch operations on its lse"
         return "it has no dropout" if problem.dropout_p else None
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
@@ -44,6 +46,7 @@ class Flex(Peer):
             "block_mask": None if problem.mask.keeps_all and problem.kv_lens is None else flex_block_mask(_coarsen_table(problem)),
             "kernel_options": {"BACKEND": self.backend} if self.backend else None,
             "enable_gqa": problem.grouped,
+            "score_mod": problem.change.score,
         }
         compiled = torch.compile(flex_attention, dynamic=False)
         return lambda: compiled(*problem.leaves, **options)

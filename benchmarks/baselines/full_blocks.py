@@ -13,7 +13,7 @@ from sparse_flash.masks.tiles import unpack_runs
 from ..workload.problem import Problem
 from .base import Peer
 
-_NOT_MEASURED = "its calls have no dropout, and padding is not measured"
+_NOT_MEASURED = "its calls have no dropout, sinks or changes of scores, and padding is not measured"
 
 
 def _list_kept(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +27,7 @@ class CudnnBlocks(Peer):
 
     def refuses(self, problem: Problem) -> str | None:
         mask = problem.mask
-        if problem.dropout_p or problem.kv_lens is not None:
+        if not problem.plain:
             return _NOT_MEASURED
         if problem.grouped:
             return "its backward pass has as many heads of keys as of queries"
@@ -72,7 +72,7 @@ class FastVideoBlocks(Peer):
 
     def refuses(self, problem: Problem) -> str | None:
         mask, head_dim = problem.mask, problem.q.shape[3]
-        if problem.dropout_p or problem.kv_lens is not None:
+        if not problem.plain:
             return _NOT_MEASURED
         if len(problem.q) > 1 or problem.grouped or head_dim not in (64, 128):
             return "its calls have one sequence, as many heads of keys as of queries, and a head_dim of 64 or 128"

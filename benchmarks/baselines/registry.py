@@ -13,8 +13,10 @@ from sparse_flash.core import backends
 from sparse_flash.core.description import Call
 
 from ..workload.cases import OURS
+from ..workload.changes import CHANGES
 from ..workload.problem import Problem
 from .base import Peer
+from .cudnn_flex import CudnnFlex
 from .flash import FlashAttention3, FlashAttention4
 from .flex import Flex
 from .full_blocks import CudnnBlocks, FastVideoBlocks
@@ -40,13 +42,23 @@ class SparseFlash(Peer):
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         mask = None if problem.mask.keeps_all else problem.mask
         options: dict[str, Any] = {"backend": self.backend, "deterministic": self.deterministic, **_extra_arguments(problem)}
+        if problem.change.packed:
+            return self._prepare_packed(problem, options)
         return lambda: sparse_flash.attention(*problem.leaves, mask, **options)  # type: ignore[return-value]  # no return_lse
+
+    def _prepare_packed(self, problem: Problem, options: dict[str, Any]) -> Callable[[], torch.Tensor]:
+        terms = problem.terms
+        assert terms is not None and terms.bounds is not None
+        cu_seqlens, longest = problem.pack(terms.bounds)
+        options |= {"mask": "causal" if terms.window is None else f"causal & local({terms.window})", "max_seqlen_q": longest}
+        return lambda: problem.unpack(sparse_flash.attention_varlen(*problem.packed_leaves(), cu_seqlens, **options))  # type: ignore[arg-type]
 
 
 def _extra_arguments(problem: Problem) -> dict:
-    """The arguments for dropout and lengths, if the problem has them."""
-    dropout = {"dropout_p": problem.dropout_p} if problem.dropout_p else {}
-    return dropout if problem.kv_lens is None else {**dropout, "kv_lens": problem.kv_lens}
+    """The arguments for dropout, lengths, sinks and changes of scores, if the problem has them."""
+    given = {"dropout_p": problem.dropout_p or None, "kv_lens": problem.kv_lens, "sinks": problem.sinks}
+    given |= problem.change.arguments(problem.q.shape[1], problem.q.device)
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,8 @@ class Sdpa(Peer):
     most_tokens: int | None = None  # on a CPU, whose memory other programs need; a GPU reports when it has none left
 
     def refuses(self, problem: Problem) -> str | None:
-        if problem.name not in ("full", "causal"):
-            return "it is dense: any mask but causal would be an array of tokens x tokens"
+        if problem.name not in ("full", "causal") or problem.change is not CHANGES[""]:
+            return "it is dense: any mask but causal, or change of scores, would be an array of tokens x tokens"
         if problem.name == "causal" and problem.kv_lens is not None:
             return "causal with padding would be an array of tokens x tokens"
         if self.backend == "CUDNN_ATTENTION" and not problem.q.is_cuda:
@@ -106,5 +118,6 @@ PEERS = {
     "fa3": FlashAttention3(),
     "fa4": FlashAttention4(),
     "cudnn-blocks": CudnnBlocks(),
+    "cudnn-flex": CudnnFlex(),
     "fastvideo": FastVideoBlocks(),
 }

@@ -47,7 +47,7 @@ def is_right(errors: dict[str, float], dtype: torch.dtype) -> bool:
 def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> dict[str, float]:
     """Relative errors over the sampled queries, of out and, with ``backward``, of dq, dk and dv. Out covers the calls without and
     with gradients, which may take different paths."""
-    q, k, v = problem.leaves
+    q, k, v = problem.q, problem.k, problem.v
     tokens = q.shape[2]
     rng = np.random.default_rng(0)
     chosen = np.unique(np.concatenate([[0, tokens - 1], rng.integers(0, tokens, SAMPLES - 2)]))
@@ -57,19 +57,21 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
     dout_rows = torch.randn(*out.shape[:2], len(chosen), out.shape[3], device=q.device, dtype=q.dtype)
     found = {"out": [out.detach()[:, :, rows]]}
     if backward:
-        with_gradients, dq, dk, dv = attend(torch.zeros_like(out).index_copy_(2, rows, dout_rows))
+        with_gradients, dq, dk, dv, *dsinks = attend(torch.zeros_like(out).index_copy_(2, rows, dout_rows))
         found["out"].append(with_gradients.detach()[:, :, rows])
         found |= {"dq": [dq[:, :, rows]], "dk": [dk], "dv": [dv]}
 
     group = q.shape[1] // k.shape[1]
     squares = {name: torch.zeros(2, dtype=torch.float64, device=q.device) for name in found}
+    sums = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)  # the gradient of sinks
     for batch in range(q.shape[0]):
         for kv_head in range(k.shape[1]):
             heads = range(kv_head * group, (kv_head + 1) * group)
             wanted = []
             for head in heads:
-                own = q[batch, head], k[batch, kv_head], v[batch, kv_head], dout_rows[batch, head]
-                wanted.append(_reference([t.detach().double() for t in own], rows, problem.kept(batch, head, rows)))
+                own = q[batch, head, rows], k[batch, kv_head], v[batch, kv_head], dout_rows[batch, head]
+                wanted.append(_reference(problem, [t.detach().double() for t in own], batch, head, rows))
+                sums[head] += wanted[-1]["dsinks"]
             for name, tensors in found.items():
                 # dK and dV of a key head are sums over the query heads that share it.
                 shared = name in ("dk", "dv")
@@ -79,15 +81,20 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
                 for tensor in tensors:
                     difference = tensor[batch, place].double() - right
                     squares[name] += torch.stack([difference.square().sum(), right.square().sum()])
-    return {name: float((s[0] / s[1].clamp(min=1e-300)).sqrt()) for name, s in squares.items()}
+    errors = {name: float((s[0] / s[1].clamp(min=1e-300)).sqrt()) for name, s in squares.items()}
+    return errors | ({"dsinks": relative_error(dsinks[0], sums)} if backward and dsinks else {})
 
 
-def _reference(tensors: list[torch.Tensor], rows, kept) -> dict[str, torch.Tensor]:
-    """tensors: q, k, v: (tokens, head_dim) float64. dout: (samples, head_dim). kept: (samples, tokens)."""
-    q, k, v, dout = tensors
-    scale = q.shape[1] ** -0.5
-    scores = (scale * q[rows] @ k.T).masked_fill(~kept, -torch.inf)
-    p = torch.softmax(scores, dim=1).nan_to_num(0.0)
+@torch.enable_grad()
+def _reference(problem: Problem, tensors: list[torch.Tensor], batch: int, head: int, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """tensors: the sampled queries and their dout, (samples, head_dim), around k and v, (tokens, head_dim), float64."""
+    *inputs, dout = tensors
+    sink = torch.full((), -torch.inf) if problem.sinks is None else problem.sinks[head].detach()
+    q, k, v, sink = inputs = [t.requires_grad_() for t in (*inputs, sink.to(dout))]
+    kept, scores = problem.kept(batch, head, rows), q.shape[1] ** -0.5 * q @ k.T
+    if problem.change.score:
+        scores = problem.change.score(scores, batch, head, rows[:, None], torch.arange(len(k), device=k.device))
+    scores = torch.cat([scores.masked_fill(~kept, -torch.inf), sink.expand(len(rows), 1)], 1)
+    p = torch.softmax(scores.masked_fill(scores.amax(1, keepdim=True) == -torch.inf, 0.0), 1)[:, :-1] * kept
     out = p @ v
-    ds = p * (dout @ v.T - (dout * out).sum(1, keepdim=True)) * scale
-    return {"out": out, "dq": ds @ k, "dk": ds.T @ q[rows], "dv": p.T @ dout}
+    return dict(zip(("out", "dq", "dk", "dv", "dsinks"), (out.detach(), *torch.autograd.grad(out, inputs, dout)), strict=True))

@@ -1,4 +1,4 @@
-"""Whether a figure is reliable: how far repeated times spread, and how far baselines moved.
+"""Repeated times, and whether a figure is reliable: how far times spread, and how far baselines moved.
 
 Results hold the facts and ``doubts`` judges them, so files from before these were recorded still load, without doubts:
 
@@ -8,17 +8,22 @@ Results hold the facts and ``doubts`` judges them, so files from before these we
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+import torch
 
 # Figures whose quartiles lie further apart than this share of the median, or whose baseline moved this far meanwhile, say little
 # about ratios of 1.2, which is what people read tables for.
 MOST_SPREAD = 0.2
 MARK = "?"
+_SECONDS = 0.3  # per figure, at most
+_WARM_CALLS = 20
+_RUN_SECONDS, _RUN_CALLS = 0.01, 50  # of calls between two synchronizations; no more than a GPU's queue holds
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,31 @@ def time_runs(
             wait()
         times.append(time.perf_counter() - begin)
     return times
+
+
+def time_calls_us(call: Callable, device: torch.device, seconds: float = _SECONDS) -> tuple[Timing, Timing]:
+    """(time per call, host time per call): over runs of back-to-back calls, and over the medians of runs in which each call is
+    timed."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for _ in range(_WARM_CALLS):
+        call()
+    wait()
+    begin = time.perf_counter()
+    call()
+    wait()
+    calls = max(1, min(_RUN_CALLS, int(_RUN_SECONDS / (time.perf_counter() - begin))))
+
+    def call_often() -> None:
+        for _ in range(calls):
+            call()
+
+    runs = time_runs(call_often, seconds, wait=wait)
+    # Separate from the runs above, which reading the clock would lengthen.
+    hosts: list[float] = []
+    for _ in runs:
+        hosts.append(statistics.median(time_runs(call, 0, least=calls)))
+        wait()
+    return Timing.of(runs).scaled(1e6 / calls), Timing.of(hosts).scaled(1e6)
 
 
 def spread(result: dict) -> float | None:

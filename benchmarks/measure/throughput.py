@@ -26,7 +26,6 @@ from ..baselines.base import Peer
 from ..baselines.registry import find_peer
 from ..workload.cases import Case, CompileCase
 from ..workload.problem import Problem, build_problem
-from . import latency
 from .accuracy import as_attend, is_right, sampled_errors
 from .noise import Timing, time_runs
 
@@ -94,12 +93,12 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 class Prepared:
-    """A peer with a problem, in the memory order that it wants. ``refused`` says why it cannot compute it, or is None. case: a call
-    of a short problem and a cell of the paper's tables have other figures than the milliseconds of both passes."""
+    """A peer with a problem, in the memory order that it wants. ``refused`` says why it cannot compute it, or is None. case: a cell
+    of the paper's tables also has the time of both passes together."""
 
     def __init__(self, peer: Peer, problem: Problem, backward: bool = True, case: Case | None = None):
         self.peer, self.backward, self._case = peer, backward, case
-        self.problem = problem.with_memory_order(peer.order)
+        self.problem = problem.with_memory_order((0, 2, 1, 3) if problem.change.packed else peer.order)
         self.refused = peer.refuses(self.problem)
 
     @classmethod
@@ -112,20 +111,14 @@ class Prepared:
     def prepare(self) -> None:
         """Prepares both passes, with dropout if the problem has it; within the peer's settings."""
         self._fn = self.peer.prepare(self.problem)
-        self.attend = as_attend(self.problem.leaves, self._fn)
+        self.attend = as_attend(self.problem.trained, self._fn)
         self.dout = torch.randn_like(self.attend()[0])
-        if self._case and self._case.graph:
-            self.attend = latency.capture_graphs(self.attend, self.dout)
 
     def time(self, seconds: float) -> Iterator[tuple[str, Timing]]:
         """The figures' names and times. seconds: how long to repeat on a CPU."""
         device = self.problem.q.device
-        kind = self._case.kind if self._case else "attention"
-        if kind == "call":
-            yield from latency.time_both(self.attend, self.dout, device, seconds)
-            return
-        yield from time_passes(self.problem.leaves, self._fn, device, seconds, self.backward)
-        if kind == "paper" and self.backward:
+        yield from time_passes(self.problem.trained, self._fn, device, seconds, self.backward)
+        if self._case and self._case.kind == "paper" and self.backward:
             yield "both_ms", time_ms(lambda: self.attend(self.dout), device, seconds)
 
 
@@ -154,7 +147,6 @@ def measure(prepared: Prepared, seconds: float, flops: Sequence[int] = (), check
     with prepared.peer.settings():
         prepared.prepare()
         result = _check(prepared) if checked else {}
-        prepared.dout.normal_()  # the check leaves most of a graph's own dout zero
         for name, timing in prepared.time(seconds):
             result |= timing.as_result(name)
         for name, count in zip(("forward", "backward"), flops):
@@ -170,7 +162,7 @@ def _check(prepared: Prepared) -> dict:
     draws in its own way, is left out of the check."""
     problem, peer, attend = prepared.problem, prepared.peer, prepared.attend
     if problem.dropout_p:
-        attend = as_attend(problem.leaves, peer.prepare(replace(problem, dropout_p=0.0)))
+        attend = as_attend(problem.trained, peer.prepare(replace(problem, dropout_p=0.0)))
     errors = sampled_errors(problem, attend, prepared.backward)
     correct = is_right(errors, problem.q.dtype)
     if not (peer.deterministic and prepared.backward):
@@ -182,7 +174,8 @@ def _check(prepared: Prepared) -> dict:
 def time_passes(
     leaves: tuple[torch.Tensor, ...], fn: Callable, device: torch.device, seconds: float, backward: bool
 ) -> Iterator[tuple[str, Timing]]:
-    """Milliseconds of the forward pass and, with ``backward``, of the backward pass alone. Runs ``fn`` first. leaves: q, k, v."""
+    """Milliseconds of the forward pass and, with ``backward``, of the backward pass alone. Runs ``fn`` first. leaves: what they
+    differentiate by."""
     with torch.no_grad():
         fn()
         yield "forward_ms", time_ms(fn, device, seconds)

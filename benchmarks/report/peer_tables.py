@@ -2,70 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from .format import add_notes, mark_doubtful, number, spread_text
 from .rows import ReportTable, Row, retimed_rivals, rows
 
 Problem = dict[str, Row]  # the rows that may be compared, by peer
-Figures = tuple[str, str]  # names of a result's figures: forward, and backward or both
-_MS, _TFLOPS, _US, _HOST_US = (
-    ("forward_ms", "backward_ms"),
-    ("forward_tflops", "backward_tflops"),
-    ("forward_us", "both_us"),
-    ("forward_host_us", "both_host_us"),
-)
+_MS, _TFLOPS = ("forward_ms", "backward_ms"), ("forward_tflops", "backward_tflops")
 _RATIO = (
     "x: how many times as fast as the fastest other in the same run, each pass for itself, as timed again before and after ours."
 )
 
 
 def tables(data: dict) -> list[ReportTable]:
-    on_cpu, peers, small = data["settings"]["device"] == "cpu", _group_by_problem(data, "peers"), _group_by_problem(data, "small")
-    note = "TFLOP/s forward / backward, over kept pairs only: two products of head_dim a pair forward, five backward"
-    note = f"{'ms forward / backward' if on_cpu else note}. by: the back end that we take. Gradients of -deterministic repeat."
-    unit, factor = ("ms", 1e-3) if on_cpu else ("us", 1.0)
-    passes = "Forward without gradients / forward and backward,"
-    until_done = f"{passes} of calls back to back, until the device is done, over their number."
-    until_return = f"{passes} until the call returns, with nothing waiting for the device."
-
-    def backend(row: Row) -> str:
-        return row.result.get("backend", "")
-
-    def variant(row: Row) -> str:
-        return row.variant
-
-    made = [
-        _build("Beside the peers", peers, _MS if on_cpu else _TFLOPS, _MS, ("by", backend), note),
-        _build(f"Time of one call, {unit}, short problems", small, _US, _US, ("as", variant), until_done, factor),
-        _build(f"Host time of one call, {unit}, short problems", small, _HOST_US, _HOST_US, ("as", variant), until_return, factor),
-    ]
-    return [table for table in made if table.rows]
-
-
-def ratios_to_best(data: dict) -> list[float]:
-    """Our speed over that of the fastest peer, forward and backward, for all reliable rows of the peers suite."""
-    problems = _group_by_problem(data, "peers")
-    pairs = [_ratios(problem, peer, _MS) for problem in problems for peer in _ours(problems)[:1]]
-    return [ratio for *pair, doubtful in pairs if not doubtful for ratio in pair if ratio]
-
-
-def _build(
-    title: str, problems: list[Problem], figures: Figures, times: Figures, fact: tuple[str, Callable[[Row], str]], note: str,
-    factor: float = 1.0,
-) -> ReportTable:  # fmt: skip
-    """A line for each problem: a fact of our first row, each peer's figures times ``factor``, that row's spread and its ratios of
-    ``times``."""
+    """A table with a line for each problem: the back end that we take, each peer's figures, the spread and the ratios of ours."""
+    problems, figures = _group_by_problem(data, "peers"), _MS if data["settings"]["device"] == "cpu" else _TFLOPS
+    unit = "TFLOP/s forward / backward, over kept pairs only: two products of head_dim a pair forward, five backward"
+    unit = "ms forward / backward" if figures == _MS else unit
+    note = f"{unit}. by: the back end that we take. Gradients of -deterministic repeat."
     ours = _ours(problems)
     peers = [*ours, *sorted({row.peer for problem in problems for row in problem.values() if not row.is_ours}, key=_place)]
     lines = []
     for problem in problems:
         row, main = next(iter(problem.values())), problem.get(ours[0]) if ours else None
-        ratios = _ratios(problem, ours[0], times) if main else (None, None, False)
-        cells = [row.shape, row.label, fact[1](main) if main else "", *(_cell(problem.get(p), figures, factor) for p in peers)]
+        ratios = _ratios(problem, ours[0]) if main else (None, None, False)
+        cells = [row.shape, row.label, main.result.get("backend", "") if main else ""]
+        cells += [_cell(problem.get(peer), figures) for peer in peers]
         lines.append([*cells, spread_text(main), _format_ratios(*ratios), _correct_text(problem)])
-    columns = ["shape", "mask", fact[0], *peers, "spread", "x best peer", "correct"]
-    return add_notes(ReportTable(title, columns, lines, [note, _RATIO]))
+    columns = ["shape", "mask", "by", *peers, "spread", "x best peer", "correct"]
+    return [add_notes(ReportTable("Beside the peers", columns, lines, [note, _RATIO]))] if lines else []
+
+
+def ratios_to_best(data: dict) -> list[float]:
+    """Our speed over that of the fastest peer, forward and backward, for all reliable rows of the peers suite."""
+    problems = _group_by_problem(data, "peers")
+    pairs = [_ratios(problem, peer) for problem in problems for peer in _ours(problems)[:1]]
+    return [ratio for *pair, doubtful in pairs if not doubtful for ratio in pair if ratio]
 
 
 def _group_by_problem(data: dict, suite: str) -> list[Problem]:
@@ -83,14 +53,14 @@ def _place(peer: str) -> tuple[bool, str]:
     return not peer.startswith("flex"), peer
 
 
-def _ratios(problem: Problem, peer: str, times: Figures) -> tuple[float | None, float | None, bool]:
-    """(forward, backward or both, doubtful): the best of the others' times over the peer's. Only right results count."""
+def _ratios(problem: Problem, peer: str) -> tuple[float | None, float | None, bool]:
+    """(forward, backward, doubtful): the best of the others' times over the peer's. Only right results count."""
     mine = problem.get(peer)
     if mine is None or not mine.counts:
         return None, None, False
     pair, doubtful = [], mine.doubtful
     rivals = retimed_rivals(mine, [row for row in problem.values() if not row.is_ours and row.counts])
-    for name in times:
+    for name in _MS:
         best = min((row for row in rivals if name in row.result), key=lambda row: row.result[name], default=None)
         pair.append(best.result[name] / mine.result[name] if best and name in mine.result else None)
         doubtful |= best is not None and best.doubtful
@@ -102,12 +72,12 @@ def _format_ratios(forward: float | None, other: float | None, doubtful: bool) -
     return mark_doubtful(" / ".join(texts), doubtful) if forward or other else ""
 
 
-def _cell(row: Row | None, figures: Figures, factor: float) -> str:
+def _cell(row: Row | None, figures: tuple[str, str]) -> str:
     if row is None:
         return ""
     if not row.counts:
         return "wrong" if row.has_numbers else "-"
-    return mark_doubtful(" / ".join(number(factor * row.result.get(name, 0.0)) or "-" for name in figures), row.doubtful)
+    return mark_doubtful(" / ".join(number(row.result.get(name, 0.0)) or "-" for name in figures), row.doubtful)
 
 
 def _correct_text(problem: Problem) -> str:

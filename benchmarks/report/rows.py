@@ -14,8 +14,8 @@ TEXT_COLUMNS = ("mask", "by", "over", "why", "as")  # left-aligned; numbers are 
 
 @dataclass(frozen=True)
 class Row:
-    """One case as tables and plots see it. key: of the case. variant: "eager" or "graph" for calls of short problems,
-    "plain", "padded" and so on for cells of the paper's tables, else empty."""
+    """One case as tables and plots see it. key: of the case. variant: "plain", "padded"
+    and so on for cells of the paper's tables, else empty."""
 
     shape: str
     tokens: int

@@ -69,11 +69,13 @@ USUAL_SIZES = CallSizes()
 
 @dataclass(frozen=True)
 class Mask:
-    """label: what tables call it. spec: its spec text or pattern, or one for each query head. block_size: of its table, tokens."""
+    """label: what tables call it. spec: its spec text or pattern, or one for each query head. block_size: of its table, tokens.
+    change: of scores or of the layout of tokens, one of ``changes.CHANGES``; empty for none."""
 
     label: str
     spec: str | Pattern | tuple[str | Pattern, ...]
     block_size: int = 128
+    change: str = ""
 
     @classmethod
     def of(cls, spec: str | Pattern | tuple[str | Pattern, ...]) -> Mask:
@@ -83,8 +85,8 @@ class Mask:
 
 @dataclass(frozen=True)
 class Case:
-    """Attention under one mask, computed by one peer. kind: "attention"; "call" for the time and host time of a short problem's
-    call; or "paper" for a cell of the tables of arXiv:2205.14135, App. E.6. graph: the call is the replay of a CUDA graph.
+    """Attention under one mask, computed by one peer. kind: "attention", or "paper" for a cell of the tables of arXiv:2205.14135,
+    App. E.6.
     dropout_p: of the attention probabilities. padded: each sequence of the batch has keys up to its own length
     (``problem.padded_lengths``). dtype: PyTorch's name of it; None: the device's usual one."""
 
@@ -92,7 +94,6 @@ class Case:
     mask: Mask
     peer: str
     kind: str = "attention"
-    graph: bool = False
     dropout_p: float = 0.0
     padded: bool = False
     dtype: str | None = None
@@ -107,9 +108,9 @@ class Case:
 
     @property
     def how(self) -> str:
-        if self.kind == "paper":
-            return ", ".join([f"dropout {self.dropout_p}"] * bool(self.dropout_p) + ["padded"] * self.padded) or "plain"
-        return {"call": "graph" if self.graph else "eager"}.get(self.kind, "")
+        if self.kind != "paper":
+            return ""
+        return ", ".join([f"dropout {self.dropout_p}"] * bool(self.dropout_p) + ["padded"] * self.padded) or "plain"
 
     @property
     def key(self) -> str:
@@ -118,6 +119,7 @@ class Case:
 
     def as_data(self) -> dict:
         mask = {"label": self.mask.label, "spec": _storable(self.mask.spec), "block_size": self.mask.block_size}
+        mask |= {"change": self.mask.change} if self.mask.change else {}
         return {"kind": self.kind, "shape": asdict(self.shape), **mask, "peer": self.peer, "how": self.how}
 
 

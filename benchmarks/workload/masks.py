@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import isqrt
+from dataclasses import replace
+from math import isqrt, log
 
 import numpy as np
 import torch
@@ -44,13 +45,19 @@ def equal_documents(tokens: int, count: int = 7) -> Mask:
     return Mask(f"causal in {count} documents", f"causal & documents({bounds})")
 
 
-def ragged_documents(tokens: int, mu: float = 6.5, sigma: float = 1.3) -> Mask:
-    """Documents of log-normal lengths, exp(mu) tokens at the median; the last is cut at the end. 54 in 65,536 tokens."""
+def ragged_documents(tokens: int, median: float = 665.0, sigma: float = 1.3, window: int | None = None) -> Mask:
+    """Documents of log-normal lengths; the last is cut at the end. By default 54 in 65,536 tokens."""
     draws, bounds = torch.Generator().manual_seed(0), [0]
     while bounds[-1] < tokens:
-        length = int(torch.empty(1).log_normal_(mu, sigma, generator=draws).item()) + 1
+        length = int(torch.empty(1).log_normal_(log(median), sigma, generator=draws).item()) + 1
         bounds.append(min(bounds[-1] + length, tokens))
-    return Mask(f"causal in {len(bounds) - 1} ragged documents", f"causal & documents({tuple(bounds)})")
+    near, local = ("", "") if window is None else (f" & window {window}", f"local({window}) & ")
+    return Mask(f"causal{near} in {len(bounds) - 1} ragged documents", f"causal & {local}documents({tuple(bounds)})")
+
+
+def changed(mask: Mask, change: str) -> Mask:
+    """change: one of ``changes.CHANGES``."""
+    return replace(mask, label=f"{mask.label}, {change}", change=change)
 
 
 def windowed_with_globals(size: int, tokens: int) -> Mask:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Self
+from itertools import pairwise
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -13,16 +14,27 @@ import torch
 import sparse_flash
 from sparse_flash.masks.block_mask import BlockMask, check_batch_and_heads
 from sparse_flash.masks.compiler import entry_patterns
-from sparse_flash.masks.pattern import Pattern, PerBatch
+from sparse_flash.masks.pattern import And, Pattern, PerBatch
 
 from .cases import Case, CompileCase, Mask, Shape
+from .changes import CHANGES, Change
+
+
+class Terms(NamedTuple):
+    """Holds a mask as dense libraries take it. window: tokens that a query sees, itself included; None: no window. bounds: where
+    documents start, and where the last one ends; None: no documents."""
+
+    causal: bool
+    window: int | None
+    bounds: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
 class Problem:
     """q: a leaf, (batch, heads, tokens, head_dim). k, v: leaves, (batch, kv_heads, tokens, head_dim); v's may be another.
     patterns: one for all query heads, or one for each. mask: what they compile to, on the tensors' device.
-    dropout_p: of the attention probabilities. kv_lens: (batch,) int32, the number of keys of each sequence; None: all."""
+    dropout_p: of the attention probabilities. kv_lens: (batch,) int32, the number of keys of each sequence; None: all. change: see
+    ``changes``. sinks: (heads,), a leaf, if the change has them."""
 
     patterns: tuple[Pattern, ...]
     mask: BlockMask
@@ -31,10 +43,22 @@ class Problem:
     v: torch.Tensor
     dropout_p: float = 0.0
     kv_lens: torch.Tensor | None = None
+    change: Change = CHANGES[""]
+    sinks: torch.Tensor | None = None
 
     @property
     def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.q, self.k, self.v
+
+    @property
+    def trained(self) -> tuple[torch.Tensor, ...]:
+        """The leaves, and sinks if there are any."""
+        return self.leaves if self.sinks is None else (*self.leaves, self.sinks)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the call has a mask and nothing else."""
+        return not self.dropout_p and self.kv_lens is None and self.change is CHANGES[""]
 
     @property
     def name(self) -> str:
@@ -59,6 +83,32 @@ class Problem:
         positions = tuple((queries + kv_len - self.q.shape[2]).tolist())
         pairs = _apply_rule(self.patterns[head if len(self.patterns) > 1 else 0], positions, kv_len).to(self.q.device)
         return pairs if self.kv_lens is None else pairs & (torch.arange(kv_len, device=pairs.device) < self.kv_lens[batch])
+
+    @property
+    def terms(self) -> Terms | None:
+        """The mask's terms if it is full, or causal with at most a window and documents."""
+        (pattern, *others) = self.patterns
+        given = {p.name: p for p in (pattern.operands if isinstance(pattern, And) else (pattern,))}
+        if others or (given.keys() != {"full"} and not {"causal"} <= given.keys() <= {"causal", "local", "documents"}):
+            return None
+        window, documents = given.get("local"), given.get("documents")
+        return Terms("causal" in given, getattr(window, "window", None), getattr(documents, "cu_seqlens", None))
+
+    def pack(self, bounds: tuple[int, ...]) -> tuple[torch.Tensor, int]:
+        """Returns (cu_seqlens of the documents of all sequences, (documents + 1,) int32, the tokens of the longest)."""
+        batch, _, tokens, _ = self.q.shape
+        starts = [b * tokens + start for b in range(batch) for start in bounds[:-1]]
+        cu_seqlens = torch.tensor([*starts, batch * tokens], dtype=torch.int32, device=self.q.device)
+        return cu_seqlens, max(stop - start for start, stop in pairwise(bounds))
+
+    def packed_leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v as (batch * tokens, heads, head_dim)."""
+        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in self.leaves)
+        return q, k, v
+
+    def unpack(self, out: torch.Tensor) -> torch.Tensor:
+        """(batch, heads, tokens, head_dim) of the result for packed leaves."""
+        return out.unflatten(0, (len(self.q), -1)).transpose(1, 2)
 
     def with_memory_order(self, order: tuple[int, ...]) -> Self:
         """The same values with dimensions in another order in memory."""
@@ -89,7 +139,9 @@ def build_problem(case: Case, device: torch.device, dtype: torch.dtype, gradient
         torch.randn((s.batch, heads, s.tokens, dim), generator=generator, device=device, dtype=dtype).requires_grad_(gradients)
         for heads, dim in shapes
     )
-    return Problem(patterns, mask, q, k, v, case.dropout_p, kv_lens)
+    change = CHANGES[case.mask.change]
+    sinks = torch.linspace(-1, 1, s.heads, device=device).requires_grad_(gradients) if change.sinks else None
+    return Problem(patterns, mask, q, k, v, case.dropout_p, kv_lens, change, sinks)
 
 
 def parse_and_compile(mask: Mask, tokens: int, device: torch.device) -> tuple[tuple[Pattern, ...], BlockMask]:

@@ -4,7 +4,6 @@ speedup         speed-up against density, for the patterns      arXiv:2205.14135
 length          time and memory against length                  arXiv:2205.14135, Fig. 3
 peers           masks of every kind at large shapes, against FlexAttention, FlashAttention-3 and -4, cuDNN and its blocks; dense
                 and causal also with gradients that repeat bit for bit
-small           time and host time of one call of a short problem, eager and under a CUDA graph
 compile         time and memory of compiling masks
 paper           each pass and memory, plain, with dropout, padded, both   arXiv:2205.14135, App. E.6; hours, so only if asked for
 """
@@ -28,8 +27,19 @@ from .problem import check_fits, is_causal
 DETERMINISTIC = f"{OURS}-deterministic"
 DENSE_PEERS = {"cpu": ("sdpa-flash",), "cuda": ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")}
 PEER_SHAPES = (Shape(4, 16, 4096, 128), Shape(1, 16, 16384, 128), Shape(1, 8, 65536, 128), Shape(4, 16, 16384, 64))
-# Single rows beside PEER_SHAPES: grouped heads, other head dims, short rows, random blocks.
+# Single rows: grouped heads, other head dims, short rows, random blocks, documents back to back, changes of scores.
+_GPT_OSS = Shape(1, 64, 32768, 64, kv_heads=8)
 PEER_ROWS = (
+    (_GPT_OSS, masks.window(128)),
+    (_GPT_OSS, masks.changed(masks.window(128), "sinks")),
+    (Shape(1, 16, 16384, 128), masks.changed(masks.ragged_documents(16384, 270, 0.3), "varlen")),
+    (Shape(1, 32, 65536, 128, kv_heads=8), masks.changed(masks.ragged_documents(65536, 880, 0.2), "varlen")),
+    (Shape(1, 16, 32768, 128, kv_heads=4), masks.changed(masks.ragged_documents(32768, 900, 0.7), "varlen")),
+    (Shape(1, 8, 131072, 128), masks.changed(masks.ragged_documents(131072, 16384, 0.5, window=2048), "varlen")),
+    (Shape(2, 16, 16384, 128), masks.ragged_documents(16384, 2000, 0.7, window=1024)),
+    (Shape(64, 16, 512, 128), CAUSAL),
+    (Shape(1, 16, 32768, 128), Mask.of("causal & (local(512) | sinks(4))")),
+    *((Shape(1, 16, 16384, 128), masks.changed(masks.window(1024), change)) for change in ("soft cap", "ALiBi", "function")),
     (Shape(1, 32, 16384, 128, kv_heads=8), CAUSAL),
     (Shape(8, 32, 4096, 128, kv_heads=8), CAUSAL),
     (Shape(4, 16, 8192, 80), CAUSAL),
@@ -42,7 +52,6 @@ PEER_ROWS = (
     (Shape(1, 16, 32768, 128), masks.random_blocks(0.08, 128)),
     (Shape(1, 16, 32768, 128), masks.random_blocks(0.08, 64)),
 )
-SMALL_LENGTHS = (256, 512, 1024, 2048)
 PAPER_LENGTHS = tuple(128 << k for k in range(10))
 PAPER_DROPOUT = 0.1
 
@@ -62,13 +71,12 @@ class Scale:
     paper_lengths: tuple[int, ...]
     paper: tuple[int, int]
     flex_lengths: tuple[int, ...] = ()
-    small_lengths: tuple[int, ...] = SMALL_LENGTHS
     compile_tokens: int = 65536
     complete: bool = True
 
 
 _TINY, _CPU_LENGTHS = Shape(1, 2, 1024, 64), (512, 1024, 2048, 4096, 8192, 16384)
-QUICK = Scale(_TINY, _TINY, (256, 512, 1024), 2, 128, 512, (128, 256), (2, 2), (), SMALL_LENGTHS[:1], 4096)
+QUICK = Scale(_TINY, _TINY, (256, 512, 1024), 2, 128, 512, (128, 256), (2, 2), compile_tokens=4096)
 CPU = Scale(Shape(1, 4, 4096, 64), Shape(1, 4, 8192, 64), _CPU_LENGTHS, 4, 512, 2048, PAPER_LENGTHS[:4], (2, 8))
 CPU_IN_MINUTES = replace(CPU, lengths=_CPU_LENGTHS[:4], complete=False)
 GPU = Scale(PEER_SHAPES[1], PEER_SHAPES[1], PAPER_LENGTHS, 16, 1024, 8192, PAPER_LENGTHS, (16, 8), (4096, 16384, 65536))
@@ -143,7 +151,7 @@ def find_baselines(case: Case | CompileCase, chosen: dict[str, list], results: R
             continue
         rivals = find_rivals(case, suite, listed)
         right = {rival: result for rival in rivals if has_numbers(result := results.get(rival.key)) and result["correct"]}
-        for figure in ("forward_ms", "backward_ms", "forward_us", "both_us"):
+        for figure in ("forward_ms", "backward_ms"):
             timed = {rival: result[figure] for rival, result in right.items() if figure in result}
             if timed:
                 fastest = min(timed, key=timed.__getitem__)
@@ -157,7 +165,7 @@ def find_rivals(case: Case, suite: str, listed: list) -> list[Case]:
         dense = _dense_of(case.mask, case.shape.tokens)
         return [c for c in listed if c.shape == case.shape and c.mask == dense and not is_ours(c)]
     alike = [c for c in listed if _without_peer(c) == _without_peer(case) and not is_ours(c)]
-    return alike if suite in ("peers", "small") else []
+    return alike if suite == "peers" else []
 
 
 def _dense_of(mask: Mask, tokens: int) -> Mask:
@@ -217,10 +225,8 @@ def _peers(request: Request) -> Iterator[Case]:
         if with_compilers or (not request.quick and (request.masks or spec != "causal")):
             peers.append("flex")
         peers += ["flex-fa4"] * with_compilers
-        if on_gpu and (dense or spec.startswith(("causal & local(", "causal & documents("))):
-            peers += ["fa3", "fa4"]
-        if with_compilers and spec.startswith(("from_blocks(", "butterfly", "random(")):
-            peers.append("cudnn-blocks")
+        peers += ["fa3", "fa4"] * on_gpu
+        peers += ["cudnn-blocks", "cudnn-flex"] * with_compilers  # each refuses what it does not have
         if dense:
             peers += DENSE_PEERS[request.device][:2]
         yield from (Case(shape, mask, peer) for peer in peers)
@@ -233,7 +239,8 @@ def _peer_rows(request: Request) -> list[tuple[Shape, Mask]]:
             CAUSAL,
             Mask.of("causal & local(128)"),
             BUTTERFLY,
-            masks.equal_documents(shape.tokens),
+            masks.changed(masks.equal_documents(shape.tokens), "varlen"),
+            *(masks.changed(masks.window(128), change) for change in ("sinks", "soft cap", "ALiBi", "function")),
             masks.windowed_with_globals(128, 128),
             masks.random_blocks(0.25, 64),
         ]
@@ -243,16 +250,6 @@ def _peer_rows(request: Request) -> list[tuple[Shape, Mask]]:
     shapes = (shape,) if request.sizes.given else PEER_SHAPES
     rows = [(shape, mask) for shape in shapes for mask in own or masks.list_peer_masks(shape)]
     return rows if own or request.sizes.given else [*rows, *PEER_ROWS]
-
-
-def _small(request: Request) -> Iterator[Case]:
-    rivals = ("sdpa-cudnn", "sdpa-flash", "fa3", "fa4") if request.on_gpu else ("sdpa-flash",)
-    for tokens in (request.sizes.tokens,) if request.sizes.tokens else request.scale.small_lengths:
-        shape = request.sizes.of(Shape(1, 8, tokens, 128))
-        for mask in request.masks or (FULL, CAUSAL):
-            for graph in (False, True) if request.on_gpu else (False,):
-                peers = (OURS, *rivals) if mask in (FULL, CAUSAL) else (OURS,)
-                yield from (Case(shape, mask, peer, "call", graph) for peer in peers)
 
 
 def _compile(request: Request) -> Iterator[CompileCase]:
@@ -289,4 +286,4 @@ def _short(spec: str) -> str:
     return "documents of 1000" if spec.startswith("documents") else spec
 
 
-_MAKERS = dict(zip(SUITES, (_speedup, _length, _peers, _small, _compile, _paper), strict=True))
+_MAKERS = dict(zip(SUITES, (_speedup, _length, _peers, _compile, _paper), strict=True))

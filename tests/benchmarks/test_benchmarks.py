@@ -14,7 +14,7 @@ from rich.console import Console
 
 import sparse_flash as sf
 from sparse_flash.benchmarks import workload
-from sparse_flash.benchmarks.baselines import registry
+from sparse_flash.benchmarks.baselines import cudnn_flex, registry
 from sparse_flash.benchmarks.measure import accuracy as check
 from sparse_flash.benchmarks.measure import noise, throughput
 from sparse_flash.benchmarks.report import page
@@ -22,6 +22,7 @@ from sparse_flash.benchmarks.report.tables import tables
 from sparse_flash.benchmarks.results import Results, has_numbers, why_not
 from sparse_flash.benchmarks.run import Options, run
 from sparse_flash.benchmarks.workload import cases, masks, suites
+from sparse_flash.benchmarks.workload.problem import build_problem
 
 CPU = torch.device("cpu")
 QUIET = Console(quiet=True)
@@ -97,13 +98,14 @@ def run_quick(folder: Path, *only: str, **options) -> Results:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    only = "N512", "N256 D128 | causal", "N1024 D64 | causal | ", "N1024 D64 | butterfly | ", "N4096 | causal"
+    only = "N512", "N1024 D64 | causal | ", "N1024 D64 | butterfly | ", ", varlen | sparse", ", sinks | sparse", "function | sparse"
+    only += (", ALiBi | sparse", "cap | sparse", "N4096 | causal")
     return run_quick(tmp_path_factory.mktemp("bench"), *only)
 
 
 def test_a_run_by_default_leaves_out_what_takes_minutes_on_a_cpu_and_a_full_one_adds_to_it():
     brief, full = (suites.choose(names, "cpu", full=full) for names, full in ((workload.DEFAULT, False), (workload.FULL_RUN, True)))
-    assert all(set(brief[suite]) < set(full[suite]) for suite in workload.DEFAULT) and set(full) - set(brief) == {"peers", "small"}
+    assert all(set(brief[suite]) < set(full[suite]) for suite in workload.DEFAULT) and set(full) - set(brief) == {"peers"}
     ours = [case for case in brief["speedup"] if suites.is_ours(case)]  # what is left out has no part in what stays
     assert all({*suites.find_rivals(case, "speedup", full["speedup"])} <= {*brief["speedup"]} for case in ours)
     own = suites.choose(["length"], "cpu", specs=["strided(8)"], sizes=cases.CallSizes(tokens=16384), full=False)["length"]
@@ -129,17 +131,25 @@ def test_a_cell_of_the_paper_has_each_pass_and_memory_or_the_reason_why_not(tmp_
 
 def test_results_are_complete_and_correct(quick):
     stored = json.loads(quick.path.read_text())
-    assert stored == quick.data and {"peers", "small"} <= set(stored["suites"])
+    assert stored == quick.data and "peers" in stored["suites"]
     assert {"torch", "python", "cpu", "date", "source"} <= set(stored["environment"])
     measured = [entry["result"] for entry in stored["cases"].values() if has_numbers(entry["result"])]
-    calls_in_ms, calls_in_us = ([result for result in measured if name in result] for name in ("forward_ms", "forward_us"))
-    assert calls_in_ms and all(r["correct"] and r["backward_ms"] > 0 and r["extra_bytes"] > 0 for r in calls_in_ms)
-    assert calls_in_us and all(r["correct"] and 0 < r["forward_us"] < r["both_us"] for r in calls_in_us)
+    calls = [result for result in measured if "forward_ms" in result]
+    assert len(calls) > 10 and all(r["correct"] and r["backward_ms"] > 0 and r["extra_bytes"] > 0 for r in calls)
+    assert ["dsinks" in result["errors"] for result in calls].count(True) == 1
     causal = quick.get("B1 H2 N1024 D64 | causal | sparse_flash")
     assert causal["around"].keys() == {"B1 H2 N1024 D64 | causal | sdpa-flash"}
     flops = 4 * 2 * 64 * (1024 * 1025 // 2)  # of kept pairs
     assert causal["forward_tflops"] == pytest.approx(flops / causal["forward_ms"] / 1e9)
     assert causal["backward_tflops"] == pytest.approx(2.5 * flops / causal["backward_ms"] / 1e9)
+
+
+@pytest.mark.parametrize("spec", ["full", "causal & local(64)", "causal & (local(51) | sinks(4))", "butterfly(block=128)"])
+def test_intervals_of_keys_keep_the_pairs_of_the_mask(spec):
+    p = build_problem(cases.Case(cases.Shape(2, 1, 512, 16), cases.Mask.of(spec), "cudnn-flex"), CPU, torch.float32)
+    edges = cudnn_flex.list_intervals(p)[0, :, :, None]
+    within = (torch.arange(512) >= edges).sum(0) % 2 == 0
+    assert torch.equal(within, p.kept(0, 0, torch.arange(512)).repeat(2, 1))
 
 
 def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
