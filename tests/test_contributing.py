@@ -104,7 +104,7 @@ def passed(printed: str, name: str) -> int:
     return len(re.findall(rf"^PASSED .*{name}", printed, re.M))
 
 
-def test_a_pattern_added_by_its_recipe_has_20_lines_and_is_held_to_all_tests_of_patterns(followed):
+def test_a_pattern_added_by_its_recipe_has_20_lines_and_passes_all_tests_of_patterns(followed):
     copy, printed = followed
     code = (copy / "patterns" / "lookback.py").read_text()
     docstring, *_ = ast.parse(code).body

@@ -112,7 +112,7 @@ def test_a_printed_model_shows_the_mask_of_each_layer_as_long_as_it_runs():
 # Masks that are not patterns.
 
 
-def test_a_mask_function_without_code_of_its_own_is_kept_pair_by_pair():
+def test_a_partial_as_mask_function_is_evaluated_for_every_pair():
     def near(batch, head, query, key, distance):
         return (query - key).abs() < distance
 
@@ -301,7 +301,7 @@ def test_a_module_that_does_not_hold_one_model_is_refused():
         use_sparse_flash(torch.nn.ModuleList([decoder_of("llama"), decoder_of("llama")]), PATTERN)
 
 
-def test_trainer_trains_a_switched_model_as_the_models_own_attention(tmp_path):
+def test_trainer_trains_a_switched_model_like_the_unswitched_one(tmp_path):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate; the extra transformers brings it")
     model, own = (decoder_of("llama", num_hidden_layers=1) for _ in range(2))
     before, rows = copy.deepcopy(model.state_dict()), [{"input_ids": row, "labels": row} for row in words(batch=4)]
