@@ -188,7 +188,7 @@ class Moved(Pattern):
         return self.pattern.shift_period
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        # A rule need not take negative keys, unless blocks on a diagonal are alike.
+        # A rule need not take negative keys, unless it repeats along diagonals.
         return self.pattern.token_rule(q - self.by, kv - self.by if self.shift_period else np.maximum(kv - self.by, 0))
 
     def row_runs(self, q: np.ndarray) -> Runs | None:
@@ -196,7 +196,7 @@ class Moved(Pattern):
         return None if runs is None else (runs[0] + self.by, runs[1] + self.by)
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
-        """From the pattern's own blocks, in the same rows: each block here touches one or two of them."""
+        """From the unmoved pattern's blocks in the same rows: each block here touches one or two of them."""
         unmoved = BlockGrid(grid.q_len, max(1, grid.kv_len - self.by), grid.block_size)
         rows = np.arange(grid.q_blocks)
         pieces = [_round_to_blocks(grid, rows, rows[:, None] * 0, rows[:, None] * 0 + self.by, PARTIAL)]
