@@ -17,6 +17,9 @@ specimen: butterfly()
 
 from dataclasses import dataclass
 
+import numpy as np
+import scipy.sparse
+
 from ..masks.fields import Factors, Positive
 from ..masks.registry import register_pattern
 from ..masks.rules import UnitPattern
@@ -39,3 +42,9 @@ class Butterfly(UnitPattern):
         # Queries before the first key have negative units, which differ from every key's unit in the sign.
         kept = (differ >= 0) & (differ & (differ - 1) == 0)
         return kept if self.factors is None else kept & (differ < 1 << self.factors)
+
+    def kept_units(self, first, stop):  # listed, as few of the pairs are kept
+        i = np.arange(max(first, 0), stop)[:, None]
+        j = i ^ np.append(0, 1 << np.arange(stop.bit_length())[: self.factors])
+        row, flip = np.nonzero(j < stop)
+        return scipy.sparse.csc_array((np.ones(len(row), np.int32), (i[row, 0] - first, j[row, flip])), shape=(stop - first, stop))

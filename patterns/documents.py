@@ -27,7 +27,7 @@ class Documents(RunPattern):
 
     cu_seqlens: tokens; the start of each document and the end of the last one: (documents + 1,) integers in a tuple, list, array or
     tensor, from 0 upwards. Empty ones are dropped. They must hold all tokens of the sequence; ``shifted`` places documents that
-    have other tokens beside them. For lengths that change between calls, ``attention_varlen`` reads them from a tensor.
+    are surrounded by other tokens. For lengths that change between calls, ``attention_varlen`` reads them from a tensor.
     """
 
     cu_seqlens: tuple[Natural, ...]

@@ -30,7 +30,7 @@ class FromBlocks(UnitPattern):
 
     The array's last row and column are one unit, as the last query has the position of the last key: in a wide array, with fewer
     queries than keys, the first row stands for unit cols - rows. The array must hold all units of the sequence; ``shifted`` places
-    one that has other tokens beside it. For maps that change between calls, ``BlockMask.from_blocks`` makes the table itself.
+    one among other tokens. For maps that change between calls, ``BlockMask.from_blocks`` makes the table itself.
     """
 
     blocks: str

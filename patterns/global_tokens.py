@@ -1,6 +1,6 @@
 """global_tokens: the first tokens see every token and are seen by every token.
 
-use: prompts, text beside an image, or a classification token, which all others see and which see all others
+use: prompts, text next to an image, or a classification token, which all others see and which see all others
 formula: 0 <= q < tokens or kv < tokens
 source: arXiv:2004.05150, sec. 3.1; arXiv:2007.14062, sec. 2
 specimen: global_tokens(256)

@@ -35,7 +35,7 @@ class Neighborhood(RunPattern):
 
     shape: cells on each axis, 1 to 3 axes, the last one varying fastest: (height, width) of an image.
     window: cells on each axis, or one number for all of them; at most shape. An even window has one cell more before the
-    query than after it. The grid must hold all tokens of the sequence; ``shifted`` places one that has other tokens beside it.
+    query than after it. The grid must hold all tokens of the sequence; ``shifted`` places one among other tokens.
     stride, dilation: cells on each axis, or one number for all; None is 1. So many neighbours have one window, that of the middle
     one, of the later one of two. A window has every so many cells, those with the query's remainder. window * dilation is at most
     shape, stride at most window. causal: for each axis, or for all; None is False. There the window ends at the query, begins where

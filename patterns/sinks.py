@@ -1,6 +1,6 @@
 """sinks: every query sees the first tokens.
 
-use: long text and endless streams: the first tokens stay in sight beside a sliding window
+use: long text and endless streams: the first tokens stay in sight with a sliding window
 formula: kv < tokens
 source: arXiv:2309.17453, sec. 3.2
 specimen: sinks(256)

@@ -1,7 +1,7 @@
 """video_layout: the order of a video's tokens by tiles, as a pattern: all see every token, and nothing sees padding.
 
 use: videos and images of diffusion models, with text or audio before and after them; the patterns of tiles have it as a field
-formula: kv is no padding: the tokens of a tile come first in it, and those beside the video after all tiles
+formula: kv is no padding: the tokens of a tile come first in it, and those outside the video after all tiles
 source: arXiv:2502.04507 (tokens of a tile are consecutive)
 specimen: video_layout(7, 15, 31)
 
@@ -34,7 +34,7 @@ from ..masks.tiles import unique_rows
 
 class OverTiles(UnitPattern):
     """The rule applies to tiles of a ``layout``: define ``tile_rule(q, kv)``, of the cells of tiles, an array for each axis. The
-    units are its tiles, and after them what is beside."""
+    units are its tiles, and after them the tokens outside the video."""
 
     keep_beside = True
     hides_padding = True
@@ -51,7 +51,7 @@ class OverTiles(UnitPattern):
         if found and kv_len == layout.tokens:
             return (
                 f"tensors under {short_text(self)} must be in tile order, with {layout.length} tokens; got {kv_len}, as many as "
-                "before it; pass layout.to_tiles(q, dim), and k and v alike"
+                "before it; pass layout.to_tiles(q, dim), and k and v likewise"
             )
         return found
 
@@ -64,7 +64,7 @@ class OverTiles(UnitPattern):
         return super().token_rule(q, kv) & self.layout.has_position(q) & self.layout.exists(kv)
 
     def token_tiles(self, q, kv):
-        kept = super().token_tiles(q, kv)  # it may look at the first token of each tile alone
+        kept = super().token_tiles(q, kv)  # it may look only at the first token of each tile
         return kept & self.layout.has_position(q)[:, :, None] & self.layout.exists(kv)[:, None, :]
 
     def block_keys(self, grid, rows, cols):
@@ -172,12 +172,12 @@ class VideoLayout(OverTiles):
 
     @property
     def tiled(self):
-        """The first position in tile order that is beside the video."""
+        """The first position in tile order that is outside the video."""
         return prod(self.tile_grid) * self.block
 
     @property
     def positions(self):
-        """(length, 3) int64: frame, row and column of each token in tile order; -1 for padding and tokens beside the video."""
+        """(length, 3) int64: frame, row and column of each token in tile order; -1 for padding and tokens outside the video."""
         position = np.arange(self.length)
         token, grid = self.token_at - self.prefix, np.full((self.length, 3), -1)
         some = self.exists(position) & (position < self.tiled)

@@ -85,7 +85,7 @@ def test_modules_import_only_folders_of_lower_floors():
 COMPLETED = re.compile(r"(?:^ *(?=\w+\.\w+ = )|\bsetattr\()(\w+)", re.M)
 
 
-def test_modules_import_each_other_in_no_circle_also_within_functions():
+def test_imports_have_no_cycles_also_within_functions():
     waiting = {name: IMPORTS[name] & MODULES.keys() - {name} for name in MODULES}
     waiting.pop("sparse_flash")  # sf.bench and sf.context_parallel are loaded at their first use
     while free := [name for name in waiting if not waiting[name] & waiting.keys()]:
@@ -104,7 +104,7 @@ def importers(library: str) -> set[str]:
     return {name for name, found in IMPORTS.items() if any(other.split(".")[0] == library for other in found)}
 
 
-def test_kernels_know_only_each_other_and_triton_is_known_to_them_and_to_those_that_ask_whether_it_is_there():
+def test_kernels_import_only_kernels_and_few_rooms_import_triton():
     kernels = {name for name in FLOORS if "kernels" in name.split("/")}
     assert {room(other) for name in IMPORTS if room(name) in kernels for other in IMPORTS[name]} <= {*kernels, None}
     assert {room(name) for name in importers("triton")} <= {*kernels, "core", "benchmarks", "cli"}
@@ -121,7 +121,7 @@ def test_patterns_and_the_algebra_know_no_devices():
 PRIVATE_OF_TORCH = re.compile(r"\btorch\.(\w+\.)*_[A-Za-z]\w*|\b_dynamo_\w+|ops\.aten\._\w+")
 
 
-def test_private_names_of_pytorch_and_triton_are_in_few_places():
+def test_private_names_of_pytorch_and_triton_are_in_few_modules():
     """Those of PyTorch in room ``compat``, and in ``streams``, because kernels import nothing from the package."""
     found = {"torch": set(), "triton": set()}
     for name, tree in TREES.items():

@@ -93,7 +93,7 @@ def followed(tmp_path_factory):
     guide.write_text(re.sub(r"^\| `scored` .*\n", lambda line: line[0] + row, guide.read_text(), flags=re.M))
     bench = re.search(r"`sparse-flash (bench .*--only eager)`", TEXT)[1].split()
     files = "test_properties masks/test_chooser patterns/test_golden patterns/test_patterns api/test_choose test_site"
-    names = "(short and every) or newest or built_in or what_the_words_say or lookback"
+    names = "(short and every) or newest or built_in or those_of_the_docstring or lookback"
     tests = [*PYTEST[2:], "-v", "-rA", *(f"tests/{file}.py" for file in files.split()), "-k", names]
     arguments = ["sparse-flash", *bench, "--device", "cpu", "--out", "found"], tests
     return copy, run_in(copy, "-c", PROGRAM.format(arguments=arguments))
@@ -104,7 +104,7 @@ def passed(printed: str, name: str) -> int:
     return len(re.findall(rf"^PASSED .*{name}", printed, re.M))
 
 
-def test_a_pattern_added_by_its_recipe_has_20_lines_and_is_held_to_all_tests_of_patterns(followed):
+def test_a_pattern_added_by_its_recipe_has_20_lines_and_passes_all_tests_of_patterns(followed):
     copy, printed = followed
     code = (copy / "patterns" / "lookback.py").read_text()
     docstring, *_ = ast.parse(code).body
@@ -130,7 +130,7 @@ def test_a_chooser_added_by_its_recipe_is_held_to_all_tests_of_choosers(followed
     copy, printed = followed
     assert "2 added" in printed and "newest" in (copy / "tests" / "patterns" / "golden.json").read_text()
     assert passed(printed, "newest") > 10
-    assert all(passed(printed, name) for name in ("every_built_in_pattern", "guide_has_every_built_in", "what_the_words_say"))
+    assert all(passed(printed, name) for name in ("every_built_in_pattern", "guide_has_every_built_in", "those_of_the_docstring"))
 
 
 @pytest.mark.compiles

@@ -66,7 +66,7 @@ def operators(namespace: str) -> set[str]:
     return {name for space, name in names if space == namespace}
 
 
-def test_each_has_all_operators_under_its_own_name(other):
+def test_each_copy_has_all_operators_under_its_name(other):
     assert sf.context_parallel is not other.context_parallel  # loads the last operators
     assert operators(other.__name__) == operators("sparse_flash") > {"attention", "attention_backward", "context_attention"}
     modules = [import_module(f"{name}.core.operators") for name in ("sparse_flash", other.__name__)]
@@ -87,7 +87,7 @@ def test_results_and_gradients_are_the_same(other, backend, spec, tokens):
     assert all(map(torch.equal, *found))
 
 
-def test_a_mask_or_a_pattern_of_the_other_is_refused_with_the_way_out(other):
+def test_a_mask_or_a_pattern_of_another_copy_is_refused_with_the_way_out(other):
     q, k, v = drawn(0, 40)
     for package, stranger in ((sf, other), (other, sf)):
         for mask in (stranger.causal(), stranger.compile_mask("causal", 40)):
@@ -108,7 +108,7 @@ def test_both_run_in_one_compiled_graph(other):
     assert len(graph.graphs) == 1
 
 
-def test_masks_are_copied_pickled_and_saved_as_the_others(other):
+def test_masks_of_a_copy_are_copied_pickled_and_saved(other):
     mask, file = other.compile_mask("causal & (local(9) | butterfly(block=16))", 140), io.BytesIO()
     torch.save(mask, file)
     file.seek(0)
@@ -117,7 +117,7 @@ def test_masks_are_copied_pickled_and_saved_as_the_others(other):
         assert torch.equal(made.to_dense(), mask.to_dense())
 
 
-def test_each_switches_its_own_models(other):
+def test_each_copy_switches_its_models(other):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     model, tokens = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval(), torch.randint(60, (1, 50))

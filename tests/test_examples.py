@@ -88,7 +88,7 @@ def first_of_readme():
     return names
 
 
-def test_every_line_of_code_in_a_table_of_the_readme_runs(first_of_readme):
+def test_all_code_in_tables_of_the_readme_runs(first_of_readme):
     cells = [cell.replace(r"\|", "|") for cell in re.findall(r"\| `((?:sf\.|use_)[^`]*)` \|", (ROOT / "README.md").read_text())]
     q = first_of_readme["q"]
     stand_ins = {

@@ -92,7 +92,7 @@ def of_length(entry: str, mode: str, tokens: int, seed: int = 0) -> Call:
 
 
 @every_entry
-def test_compiled_code_takes_other_lengths_in_one_graph_more(entry):
+def test_compiled_code_takes_new_lengths_in_one_more_graph(entry):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(of_length(entry, "lengths", 70).run, fullgraph=True, backend=counter)
     for tokens in (150,) if entry in ANEW else (150, 333):
@@ -111,7 +111,7 @@ class Program(torch.nn.Module):
 
 
 @every_entry
-def test_exported_programs_hold_operators_and_take_other_numbers_and_lengths(entry):
+def test_exported_programs_hold_operators_and_take_new_values_and_lengths(entry):
     lengths = (70, 70) if entry in OF_ONE_LENGTH else (200, 33)
     call, *others = (of_length(entry, "exported", *of) for of in ((70, 0), *zip(lengths, (12, 24), strict=True)))
     tensors, other = ((*each.inputs, *each.others) for each in (call, others[0]))
@@ -169,7 +169,7 @@ def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(entry, layout):
 
 @every_entry
 @needs_gpu
-def test_a_graph_replays_with_other_numbers_and_lengths_and_no_call_waits_for_the_gpu(entry):
+def test_a_graph_replays_with_new_values_and_lengths_and_no_call_waits_for_the_gpu(entry):
     of_many = {"q_len": 1024, "kv_len": 1024}  # keys that several programs share
     lens = (700, 9) if "decode" in entry else (300, 5, 0, 700)
     call, other = (make(entry, "graph", **of_many, **changed) for changed in ({}, {"seed": 12, "lens": lens}))

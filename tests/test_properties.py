@@ -171,7 +171,7 @@ TERM_ROWS = {
 
 @every_backend
 @parametrize("row", TERM_ROWS)
-def test_each_term_is_as_it_is_defined(row, backend):
+def test_each_term_follows_its_definition(row, backend):
     terms, changed = TERM_ROWS[row]
     lengths = {"q_len": 40, "kv_len": 50} if is_interpreted(backend) else {"q_len": 70, "kv_len": 90}
     usual = {"spec": "causal", "heads": 2, "kv_heads": 1, **lengths}
@@ -232,7 +232,7 @@ def test_heads_in_another_order_give_results_in_that_order(entry, backend):
 
 @every_backend
 @parametrize("entry", ["varlen", "varlen_in_place"])
-def test_what_other_documents_hold_decides_nothing(entry, backend):
+def test_documents_do_not_affect_each_other(entry, backend):
     bounds = (0, 30, 31, 80)
     call = made(entry, sizes_for(backend, q_len=90, lens=(30, 1, 49)))
     with unless_refused():
@@ -247,7 +247,7 @@ def test_what_other_documents_hold_decides_nothing(entry, backend):
 
 
 @each_kernel
-def test_what_padding_holds_decides_nothing(entry, backend):
+def test_padding_is_ignored(entry, backend):
     call = made(entry, sizes_for(backend, terms=("lengths", "bias", "sinks"), lens=(20, 9, 5) if "varlen" in entry else None))
     if not call.hidden:
         pytest.skip("it has no padding")
@@ -315,7 +315,7 @@ def test_gradients_are_finite_differences(entry, backend):
 
 
 @each_kernel
-def test_what_queries_that_keep_nothing_receive_reaches_no_gradient(entry, backend):
+def test_gradients_of_queries_that_keep_nothing_are_ignored(entry, backend):
     """Neither by lse, nor by out where PyTorch's operations compute it: kernels multiply it by weights of 0."""
     if entry in (*NOT_DIFFERENTIATED, "context_parallel", "layer", "block_sparse_call", "selection_masses"):
         pytest.skip("it has no gradient, or no lse, or no such queries")
@@ -351,7 +351,7 @@ def test_expanded_tensors_are_as_good_as_whole_ones(entry, backend):
     torch.testing.assert_close(ours, wanted)
 
 
-@parametrize("k_lens", [None, (20, 0, 9)], ids=["the same documents of keys", "others"])
+@parametrize("k_lens", [None, (20, 0, 9)], ids=["the same documents of keys", "different documents"])
 @parametrize("entry", ["varlen", "varlen_in_place"])
 def test_documents_are_those_that_their_bounds_say_at_each_call(entry, k_lens):
     at_first, later = (made(entry, Sizes(lens=lens, k_lens=k_lens, kv_len=40)) for lens in ((20, 0, 9), (3, 30, 7)))
@@ -366,7 +366,7 @@ def test_documents_are_those_that_their_bounds_say_at_each_call(entry, k_lens):
 def test_tables_of_documents_live_as_long_as_their_bounds():
     def tables() -> int:
         gc.collect()
-        return sum(isinstance(each, sf.BlockMask) for each in gc.get_objects())
+        return sum(type(each) is sf.BlockMask for each in gc.get_objects())
 
     call = varlen(Sizes(lens=(20, 0, 9)))
     call()

@@ -434,7 +434,7 @@ TABLES = (
           spec=sf.per_head([one, *["causal & pooled(keep=1)"] * (n - 1)])) for n in (2, 3, 5) for one in ("causal", CHOOSER)),
     row("choose", V, "per_batch takes patterns without choosers", spec=BATCH & "pooled(keep=1)"),
     row("choose", V, "a report must be of whole sequences; got lengths", kv_lens=ints(9, 20), report=True),
-    row("choose", V, "v serves the report alone, .*; pass report=True", v=K),
+    row("choose", V, "v is read only by the report, .*; pass report=True", v=K),
     row("choose", V, "q must have a sequence to report on; got a batch of 0", q=Q[:0], k=K[:0], report=True),
     *(row(sf.register_chooser("other"), T, r"@register_chooser\('other'\) must decorate a subclass of sparse_flash.Chooser; got",
           cls=cls) for cls in (sf.causal, SCORED, len, 3, None)),

@@ -40,7 +40,7 @@ def test_every_member_that_the_reference_lists_exists():
         assert [m for m in re.findall(r"- (\w+)", members) if not hasattr(getattr(sf, name), m)] == []
 
 
-def test_dir_shows_the_public_names_and_no_others():
+def test_dir_shows_only_public_names():
     assert {name for name in dir(sf) if not name.startswith("__")} == {*sf.__all__, "integrations"}
 
 

@@ -204,7 +204,7 @@ def _warn_of_later_keys(spec: Pattern | str) -> None:
     if (within := find_unstated_causal(spec)) is None:
         return
     warnings.warn(
-        f"no query sees a later key under {short_text(within)}, but later keys change what the choosers beside it keep, so "
+        f"no query sees a later key under {short_text(within)}, but later keys change what the choosers in the expression keep, so "
         f"training sees the future; write causal & {short_text(within)} & (...) (said once of each mask)",
         stacklevel=callers_level(),
     )

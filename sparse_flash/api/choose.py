@@ -75,14 +75,14 @@ def choose_blocks(
     if not has_choosers(spec):
         raise ValueError(f"spec must have a chooser, such as sampled(8, floor=0.01); got {spec}; compile_mask takes patterns")
     if v is not None and not report:
-        raise ValueError("v serves the report alone, and report is False; pass report=True, or leave v out")
+        raise ValueError("v is read only by the report, and report is False; pass report=True, or leave v out")
     check_types(q, k, k if v is None else v)
     q, k, value = cast_for_autocast(q, k, k if v is None else v)
     if report and q.shape[:1] == (0,):
         raise ValueError("q must have a sequence to report on; got a batch of 0; leave report out")
     given: dict[str, Any] = {"kv_lens": kv_lens, "q_lens": q_lens, "kv_starts": kv_starts, "q_starts": q_starts}
     if report and not all(one is None for one in given.values()):
-        raise ValueError("a report must be of whole sequences; got lengths; leave report out, or report on each sequence alone")
+        raise ValueError("a report must be of whole sequences; got lengths; leave report out, or report on each sequence by itself")
     tensors = stand_in_for_empty_batch(q, k, value if report else k)
     check_tensors(*tensors)
     lengths = build_variant(q, k, **given)

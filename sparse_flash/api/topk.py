@@ -55,8 +55,8 @@ def topk_blocks(
 
     With every=1, each query chooses, and the result is a BlockSelection, which is causal:
 
-    A query keeps its own block up to itself; the pairs that ``always`` keeps, to the token; and the best of the blocks that end
-    before its own begins. ``keep`` counts its own block and the best ones, not ``always``. Of equal scores the first block is kept.
+    A query keeps its block up to itself; the pairs that ``always`` keeps, to the token; and the best of the blocks that end
+    before this block begins. ``keep`` counts the query's block and the best, not ``always``. Of equal scores the first is kept.
     No pick, and nothing that a query sees, depends on later tokens.
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. As for ``attention``, the
@@ -80,7 +80,7 @@ def topk_blocks(
     NaN are never chosen. every is then 1 by default. kv_len: tokens of such a selection, q_len by default.
     cu_seqlens_q, max_seqlen_q: of packed documents, as for ``attention_varlen``; keys share the documents of the queries. q and k
     are then (tokens, heads or kv_heads, head_dim), and scores (kv_heads | heads, tokens, blocks of max_seqlen_q keys); every is 1.
-    always is a Pattern or its spec text, in blocks of up to 128 keys. Each document chooses as it would alone: its blocks begin at
+    always is a Pattern or its spec text, in blocks of up to 128 keys. Each document chooses by itself: its blocks begin at
     its first token.
 
     Returns a BlockMask of (batch, heads), of (1, heads) for a batch of 0, or a BlockSelection of (batch, kv_heads | heads), on q's

@@ -56,7 +56,7 @@ def _select_heads(content: Content, heads: list[int]) -> Content:
 def chosen_mask(
     spec: Pattern | str, q: Tensor, k: Tensor, scale: float | None, scores: Tensor | None, lengths: Variant | None = None
 ) -> BlockMask:
-    """See ``choose_blocks``. lengths: which tokens exist; the others decide nothing, and blocks of them alone are not chosen."""
+    """See ``choose_blocks``. lengths: which tokens exist; padding is ignored, and blocks of only padding are not chosen."""
     if torch.compiler.is_compiling():
         return build_chosen_mask(q, k, chosen_in_graph(spec, q, k, scale, scores, lengths))
     grid = BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
@@ -182,7 +182,7 @@ def _init_maps(like: Tensor, within: MaskLike | None, always: MaskLike | None, g
 
 
 def _make_limits(within: MaskLike | None, always: MaskLike | None, grid: BlockGrid, device: torch.device, as_bits: bool) -> Limits:
-    """See ``Limits``. A row's own blocks are kept: those in which the positions of its queries fall."""
+    """See ``Limits``. The blocks in which the positions of a row's queries fall are kept."""
     first = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size + grid.offset
     last = (first + grid.block_size - 1).clamp(max=grid.kv_len - 1)
     col = torch.arange(grid.kv_blocks, device=device)

@@ -22,14 +22,14 @@ SAMPLED = 251
 
 @dataclass(frozen=True, eq=False)
 class ChoiceReport:
-    """Says what a choice of blocks loses on its own queries and keys, by head. See ``choose_blocks``. Prints as a table.
+    """Reports what a choice of blocks loses on the given queries and keys, by head. See ``choose_blocks``. Prints as a table.
 
     Each tensor is (batch, heads) on q's device: float32, or float64 for float64 inputs.
 
     density: kept blocks / blocks in which ``within`` keeps a pair; 0 if there are none.
     recall: the share of softmax mass under ``within`` that the kept pairs have, on average over the sampled queries; 1 for a query
     for which ``within`` keeps no key.
-    error: the L2 distance between the sampled queries' outputs under the mask and under ``within`` alone, divided by the L2 norm of
+    error: the L2 distance between the sampled queries' outputs under the mask and under only ``within``, divided by the L2 norm of
     the latter. None without v.
 
     251 queries of each sequence and head are sampled, evenly spaced; of shorter sequences, all are. Kernels' rounding is left out.

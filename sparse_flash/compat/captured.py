@@ -108,7 +108,7 @@ def _find_attribute(value: Any, name: str) -> Iterator[Any]:
 
 
 def _is_library(module: str | None) -> bool:
-    """Whether a module reads a user's data through closures and arguments alone."""
+    """Whether a module reads a user's data only through closures and arguments."""
     return f"{module}.".startswith(("torch.", "numpy.", f"{PACKAGE}."))
 
 

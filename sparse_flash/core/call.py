@@ -75,7 +75,7 @@ class AttentionCall(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What calls with one key share. variant: without its tensors."""
+    """The values that calls with one key share. variant: without its tensors."""
 
     backend: str
     launches: dict[Any, Any]

@@ -94,7 +94,7 @@ def attend_to_documents(call: AttentionCall):
 
 
 def make_empty_results(q, k, v, variant: Variant | None):
-    """The results without queries or keys. No kernel runs; all gradients except those of sinks are 0."""
+    """The results without queries or keys. No kernel runs; all gradients except the sinks' are 0."""
     learned = [variant.rel_bias] if variant is not None and variant.learned else []
     zero = sum(t.flatten()[:0].float().sum() for t in (q, k, v, *learned))
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=compute_dtype(q))

@@ -297,7 +297,7 @@ class _Run:
         self.names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self.layers: list[Any] = []
         self.hooks: list[Any] = []
-        self.layout: Any = None  # of the video alone; None where the model runs unchanged
+        self.layout: Any = None  # only of the video; None where the model runs unchanged
         self.video: Any = None  # the latest layout
         self.record: MaskRecord | None = None  # of ``record_masks``
         self.keeps_all = False  # whether the call is a dense step in the order of tiles, as caches hold tokens in one order

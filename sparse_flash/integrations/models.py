@@ -72,7 +72,7 @@ class LayerRecord:
 
     @property
     def kept(self) -> np.ndarray:
-        """(heads,) float64, or (1,) for heads alike: the share of pairs that the other calls kept; NaN if there were none."""
+        """(heads,) float64, or (1,) if heads are equal: the share of pairs that the other calls kept; NaN if there were none."""
         return self._kept_pairs / self._all_pairs if self._all_pairs else np.full(1, np.nan)
 
     def add(self, count_all: Callable[[int, int], float], mask: Any, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class LayerRecord:
 
 
 class MaskRecord(dict[int, LayerRecord]):
-    """What each layer did, by its number. Prints as a line for each."""
+    """The record of each layer, by its number. Prints as a line for each layer."""
 
     @contextmanager
     def layer(self, number: int, why_dense: str | None, count_all: Callable[[int, int], float]) -> Iterator[None]:

@@ -213,7 +213,7 @@ class BlockMask(MaskTables):
             of_one_mask = self.block_size == KERNEL_BLOCK and self.masks == 1
             few = self.by_query.col_idx.numel() <= MOST_DERIVED
             made = run_in_thread(lambda: move_tables(make(self.to("cpu")), self.device)) if of_one_mask and few else None
-            # Of two threads' tables the first stay, with which launches may have been remembered.
+            # If two threads made tables, the first stay: launches may have been remembered with them.
             self.__dict__.setdefault(name, made)
         return cast("KernelTables | None", self.__dict__[name])
 
@@ -286,7 +286,7 @@ def check_batch_and_heads(entries: Sequence[int], batch: int, heads: int) -> Non
             raise ValueError(f"the mask's {name} must be q's, {wanted}{for_all}; got {size}; make it for {wanted}")
 
 
-# Anything that can stand for a mask.
+# Everything that is accepted as a mask.
 MaskLike: TypeAlias = Pattern | str | BlockMask | FlexMask
 
 # Lets torch.load read a saved mask without weights_only=False.

@@ -13,7 +13,7 @@ from .pattern import Pattern, is_made_in_graph
 
 MADE = TypeVar("MADE")
 
-# Masks and tables that captured CUDA graphs use, by id. Replays read them, so none is ever dropped.
+# Masks and tables that captured CUDA graphs use, by id. Replays read them, so all are kept.
 _captured: dict[int, object] = {}
 
 _ACCEPTS_ONLY_TEXT = torch.__version__ < "2.13"  # a TorchVersion, which compares versions as numbers

@@ -61,7 +61,7 @@ def _merge_children(mask: MaskTables, children: PartialBlocks, wide_cols: int, p
         parts = np.zeros((count, factor, factor), np.int64)
         number = 1 + np.where(kind > 0, 2 * tile + kind, 0)  # equal for equal tiles, and for full blocks; 0 is no block
         parts[parent, rows % factor, cols % factor] = number
-        # Blocks made of the same tiles are alike, and a mask has many of them: one of each is decoded.
+        # A mask has many blocks made of the same tiles: one of each kind is decoded.
         first, alike = unique_rows(parts.reshape(count, factor**2))
         distinct = np.empty(len(first), np.int64)
         for part in dense_batches(len(first), pool.block):

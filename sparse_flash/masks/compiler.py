@@ -2,7 +2,7 @@
 
 1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
 2. Blocks that are still partial are decided by their tokens, under the expression simplified for the states of its leaves there.
-   Of blocks that must be alike, one is evaluated: on a diagonal for distance rules, by keys that a rule gives (``block_keys``).
+   Of blocks that must be equal, one is evaluated: on a diagonal for distance rules, by keys that a rule gives (``block_keys``).
 3. A block found empty is dropped and one found full is promoted, so the table depends only on the mask's meaning.
 """
 
@@ -114,7 +114,7 @@ class _Compilation:
         return tiles[index]
 
     def decide_distinct(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-        """The tiles of these blocks. Of the blocks that the rule tells to be alike, one is evaluated."""
+        """The tiles of these blocks. Of blocks with equal keys (``block_keys``), one is evaluated."""
         if (runs := _row_runs(rule, self.grid.q_positions(rows[:1]))) is not None:
             return self.tiles_from_runs(rule, rows, cols, runs[0].shape[-1])
         keys = [leaf.block_keys(self.grid, rows, cols) for leaf in rule.leaves()]

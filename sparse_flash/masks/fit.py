@@ -24,7 +24,7 @@ def named_len(pattern: Pattern, default: int) -> int:
 @constant_in_graphs
 @cached_until_cleared(maxsize=256)
 def check_known_end(pattern: Pattern | str) -> None:
-    """Raises ValueError for a pattern that counts tokens from the end, beside lengths in tensors."""
+    """Raises ValueError for a pattern that counts tokens from the end, if lengths are tensors."""
     for leaf in (parse(pattern) if isinstance(pattern, str) else pattern).leaves():
         if leaf.bind_length(0) != leaf:
             raise ValueError(

@@ -33,7 +33,7 @@ Pattern.from_spec = staticmethod(parse)
 
 
 def split_at_layout(text: object) -> tuple[str, ...]:
-    """What stands before, between and after the word layout in spec text. Raises ValueError for a mask without that word."""
+    """Splits spec text at the word layout. Raises ValueError for a mask without that word."""
     pieces = tuple(_LAYOUT_WORD.split(text)) if isinstance(text, str) else ()
     if len(pieces) < 2:
         raise ValueError(f"spec must say where the layout of the video goes, as 'tile_window(layout, (3, 3, 3))'; got {text!r}")

@@ -108,7 +108,7 @@ class Pattern:
         return None
 
     def row_runs(self, q: np.ndarray) -> Runs | None:
-        """The keys that each query keeps, as runs [first, stop) of positions, or None if that is no natural form. q: any shape S.
+        """The keys that each query keeps, as runs [first, stop) of positions, or None if its form is another. q: any shape S.
         Returns two int64 arrays (*S, runs), ascending and disjoint; a run with stop <= first is empty."""
         return None
 
@@ -223,7 +223,7 @@ class DerivedPattern(Pattern):
 
     @property
     def expression(self) -> Pattern | str:
-        """The expression that this pattern stands for, or its spec text."""
+        """The equal expression, or its spec text."""
         raise NotImplementedError(f"{type(self).__name__} defines no expression")
 
     def expand_expression(self) -> Pattern:

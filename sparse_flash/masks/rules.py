@@ -13,12 +13,12 @@ from typing import TypeAlias
 import numpy as np
 import scipy.sparse
 
-from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, runs_of, union
+from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, SparseMatrix, runs_of, union
 from .pattern import DerivedPattern, Pattern, Runs, evaluate_rule, layout_of
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
-_CHUNK = 1 << 20
+_CHUNK = 1 << 17  # pairs or runs evaluated at a time, which fit in a core's cache
 # Runs of blocks: rows, first, stop, states.
 _RowRuns: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -99,15 +99,16 @@ class UnitPattern(Pattern):
         """Which pairs of units may attend: bool, broadcastable like ``token_rule``."""
         raise NotImplementedError(f"{type(self).__name__} is a UnitPattern and defines no unit_rule")
 
-    def _kept_units(self, first: int, stop: int) -> scipy.sparse.csr_array:
-        """Which pairs (i, j) of units are kept, first <= i < stop and 0 <= j < stop: (stop - first, stop) int64, 1 if kept."""
+    def kept_units(self, first: int, stop: int) -> SparseMatrix:
+        """Which pairs (i, j) of units are kept, first <= i < stop and 0 <= j < stop: (stop - first, stop) int32, 1 if kept.
+        Tests all pairs."""
         parts = []
         step = max(1, _CHUNK // stop)
         for low in range(first, stop, step):
             i, j = np.arange(low, min(low + step, stop))[:, None], np.arange(stop)[None, :]
             kept = evaluate_rule(self, "unit_rule", self.unit_rule, (i, j), (len(i), stop))
-            parts.append(scipy.sparse.csr_array(kept, dtype=np.int64))
-        return scipy.sparse.vstack(parts, format="csr")
+            parts.append(scipy.sparse.csr_array(kept, dtype=np.int32))
+        return scipy.sparse.vstack(parts)
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return self.unit_rule(np.asarray(q) // self.block, np.asarray(kv) // self.block)
@@ -123,25 +124,27 @@ class UnitPattern(Pattern):
         return kept[block[:, 0], row]
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns | None:
-        """From each block's kept pairs of tokens: the sum over the kept pairs of units of how many queries and keys lie in it."""
-        unit, size = self.block, grid.block_size
+        """From the sum over the kept pairs of units of how many queries and keys lie in each block. Units that are
+        whole blocks need no keys: all blocks of a unit have one state in a row."""
+        unit, size, whole = self.block, grid.block_size, self.block % grid.block_size == 0
         if unit < SMALLEST_LISTED_UNIT:
             return None
-        queries, keys = (_tokens_in_units(n, start, unit, size) for n, start in ((grid.q_len, grid.offset), (grid.kv_len, 0)))
-        kept = queries @ self._kept_units(grid.offset // unit, (grid.kv_len - 1) // unit + 1) @ keys.T
-        kept.sort_indices()
-        kept = kept.tocoo()
+        units = self.kept_units(grid.offset // unit, (grid.kv_len - 1) // unit + 1)
+        kept = _tokens_in_units(grid.q_len, grid.offset, unit, size) @ units
+        kept = kept if whole else kept @ _tokens_in_units(grid.kv_len, 0, unit, size).T
+        kept = kept.tocsr().tocoo()  # by column before, which leaves each row sorted
         rows, cols = (index.astype(np.int64) for index in kept.coords)
-        full = kept.data == grid.heights(rows) * grid.widths(cols)
-        runs = [(*runs_of(rows[chosen], cols[chosen]), state) for chosen, state in ((full, FULL), (~full, PARTIAL))]
-        return _merge_row_runs(grid, [(row, first, stop, np.full(len(row), state)) for row, first, stop, state in runs])
+        full = kept.data == grid.heights(rows) * (1 if whole else grid.widths(cols))
+        rows, first, stop = runs_of(rows * 2 + full, cols)
+        step = unit // size if whole else 1
+        return BlockRuns.from_row_runs(grid.shape, rows // 2, first * step, stop * step, PARTIAL + rows % 2)
 
 
-def _tokens_in_units(tokens: int, position: int, unit: int, size: int) -> scipy.sparse.csr_array:
-    """(blocks, units) int64: how many tokens of each block lie in each unit, from the unit of the first token, at ``position``."""
+def _tokens_in_units(tokens: int, position: int, unit: int, size: int) -> scipy.sparse.csc_array:
+    """(blocks, units) int32: how many tokens of each block lie in each unit, from the unit of the first token, at ``position``."""
     start = union([np.arange(0, tokens, size), np.arange(-position % unit, tokens, unit)])
     units = (start + position) // unit - position // unit
-    return scipy.sparse.csr_array((np.diff(start, append=tokens), (start // size, units)))
+    return scipy.sparse.csc_array((np.diff(start, append=tokens).astype(np.int32), (start // size, units)))
 
 
 def _find_units(unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -165,14 +168,12 @@ class DistancePattern(UnitPattern):
     def unit_rule(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return self.distance_rule(i - j)
 
-    def _kept_units(self, first: int, stop: int) -> scipy.sparse.csr_array:
+    def kept_units(self, first: int, stop: int) -> SparseMatrix:
         distance = np.arange(first - stop + 1, stop)
         kept = distance[evaluate_rule(self, "distance_rule", self.distance_rule, (distance,), distance.shape)]
-        shape = stop - first, stop
-        if not len(kept):
-            return scipy.sparse.csr_array(shape, dtype=np.int64)
-        ones = np.ones((len(kept), 1), np.int64)
-        return scipy.sparse.diags_array(ones, offsets=first - kept, shape=shape, format="csr", dtype=np.int64)
+        # The transpose by row is the matrix by column.
+        ones = np.broadcast_to(np.int32(1), (len(kept), stop - first))
+        return scipy.sparse.dia_array((ones, kept - first), shape=(stop, stop - first)).tocsr().T
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class Moved(Pattern):
         return self.pattern.shift_period
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        # A rule need not take negative keys, unless blocks on a diagonal are alike.
+        # A rule need not take negative keys, unless it repeats along diagonals.
         return self.pattern.token_rule(q - self.by, kv - self.by if self.shift_period else np.maximum(kv - self.by, 0))
 
     def row_runs(self, q: np.ndarray) -> Runs | None:
@@ -195,7 +196,7 @@ class Moved(Pattern):
         return None if runs is None else (runs[0] + self.by, runs[1] + self.by)
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
-        """From the pattern's own blocks, in the same rows: each block here touches one or two of them."""
+        """From the unmoved pattern's blocks in the same rows: each block here touches one or two of them."""
         unmoved = BlockGrid(grid.q_len, max(1, grid.kv_len - self.by), grid.block_size)
         rows = np.arange(grid.q_blocks)
         pieces = [_round_to_blocks(grid, rows, rows[:, None] * 0, rows[:, None] * 0 + self.by, PARTIAL)]

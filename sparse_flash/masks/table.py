@@ -22,7 +22,7 @@ WORK_FIELDS, SPLIT_FIELDS = 8, 4
 _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
 # Groups of rows, such as documents, have this many rows at least, on average: operands of fewer stay in the L2 cache in any order.
 _ROWS_OF_A_GROUP = 8
-# Rows within a quarter of the heaviest are alike, if three quarters of the rows are.
+# Rows within a quarter of the heaviest count as equal, if three quarters of the rows are.
 _ALIKE = 3 / 4
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
 # A table made on a device has room for this many splits, as the host does not know its rows: see ``build_split_work``.
@@ -207,7 +207,7 @@ class PartialBlocks(NamedTuple):
 def sort_entries(
     entries: Entries, shape: tuple[int, int], pool: TilePool, full: FullBlocks | None = None
 ) -> tuple[FullBlocks, PartialBlocks, list[torch.Tensor]]:
-    """One mask's entries as ``build_table`` expects them, and its run and bit tiles. full: full blocks beside the entries."""
+    """One mask's entries as ``build_table`` expects them, and its run and bit tiles. full: further, full blocks."""
     rows, cols, tiles = (axis.astype(np.int32, copy=False) for axis in entries)
     is_full = tiles == FULL_TILE
     if full is None:

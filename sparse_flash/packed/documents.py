@@ -32,7 +32,7 @@ class PackedDocuments(NamedTuple):
         return bounds[:-1], bounds.diff().clamp(max=self.longest)
 
     def locate(self) -> TokenPositions:
-        """Where tokens are. A token of no document has position 0."""
+        """The document and position of each token. A token of no document has position 0."""
         start, length = self.extents()
         token = torch.arange(self.tokens, device=start.device)
         # If several documents start at the same token, all except the last are empty.
@@ -72,7 +72,7 @@ def put_rows(x: torch.Tensor, dim: int, index: torch.Tensor, rows: int) -> torch
 
 
 class _TakeRows(torch.autograd.Function):
-    """index_select of rows that are taken once, but for the last: its gradient is a copy, where PyTorch's own is a sum."""
+    """index_select of rows that are taken once, except the last: its gradient is a copy, where PyTorch's is a sum."""
 
     @staticmethod
     def forward(ctx, x, dim, index):

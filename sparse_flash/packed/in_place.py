@@ -92,7 +92,7 @@ _assemble_operator = torch.library.custom_op(operator_name("assemble_runs"), _as
 
 @_assemble_operator.register_fake
 def _(runs, q_starts, k_starts, q_tokens, q_longest, k_tokens, k_longest, shares_documents, before, entries, tiles):
-    # No size is an argument's: a length that is known as that of an argument alone is no number in a backward graph.
+    # No size is an argument's: a length that is known only as an argument's is no number in a backward graph.
     blocks, shapes = (-(-q_tokens // BLOCK), -(-k_tokens // BLOCK)), []
     for rows, longest in (blocks, blocks[::-1]):
         splits = most_splits(longest)

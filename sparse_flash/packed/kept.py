@@ -54,7 +54,7 @@ def kept_of_documents(starts: tuple[torch.Tensor, torch.Tensor], key: tuple, mak
 
             return run_in_thread(on_stream)
 
-        others = None if keys is queries else keys  # their ids are part of the key; the queries' own would never be freed
+        others = None if keys is queries else keys  # their ids are part of the key; the queries would never be freed
         made[key] = others, make(run)
     return made[key][1]
 

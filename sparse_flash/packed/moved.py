@@ -93,7 +93,7 @@ def _assemble(
     taken = torch.where(exists, end[of_row] + entry - last_entry[of_row], 0)
     local, kind, tile = known[taken] % columns, known_tiles[taken] % 3, known_tiles[taken] // 3
 
-    # A row's blocks that its document's end cuts have the row's own tile, of either kind, after those of the long document.
+    # Blocks that the end of a document cuts have a tile for each row, of either kind, after the long document's tiles.
     is_cut = (width[of_row] > 0) & (local == last_col[of_row])
     tile = torch.where(is_cut, of_row + torch.where(kind == 2, bit_tiles, run_tiles), tile)
     kind = torch.where(is_cut, kind.clamp(min=1), kind)
@@ -116,7 +116,7 @@ def _assemble(
 
 
 def _append_tiles(tiles: torch.Tensor, more: torch.Tensor, count: int) -> torch.Tensor:
-    """Both, ``count`` tiles and more: a length that is known as that of an argument alone is no number in a backward graph."""
+    """Both, ``count`` tiles and more: a length that is known only as an argument's is no number in a backward graph."""
     return torch.cat([tiles, more]).narrow(0, 0, count + len(more))
 
 

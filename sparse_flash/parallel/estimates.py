@@ -20,7 +20,7 @@ _COPIED = 1e6 * COPY_RATE / 2  # bytes per second of copies, merges and calls on
 LINK_RATE = 255e9  # bytes per second that a rank receives
 # An exchange slows a call that it overlaps. The cost is a share of the time in which both run.
 _COST_OF_HIDING = 0.25
-# Blocks of others take longer in a backward call of their own than in one call on all blocks, by this factor.
+# Fetched blocks take longer in a separate backward call than in one call on all blocks, by this factor.
 _OTHERS_BACKWARD = 1.2
 # Bytes that kernels read and write in a forward pass for each element of a row in 16 bits.
 _CALL_BYTES = 4  # a call on blocks of others: reads q, writes out
@@ -51,7 +51,7 @@ def _pass_seconds(backward: bool, rows: float, blocks: float, sizes: SequenceSiz
 
 class CallTimes(NamedTuple):
     """Holds the seconds of a pass in which blocks travel, (ranks,) each. one_call: the exchange, then one call on all columns.
-    two_calls: a call on the rank's own columns, which overlaps the exchange, then a call on the columns of others.
+    two_calls: a call on the rank's columns, which overlaps the exchange, then a call on fetched columns.
 
     The slowest rank decides for all: docs/performance/several-gpus.md, "One call or two".
     """
@@ -72,8 +72,8 @@ def block_times(option: Assignment, sizes: SequenceSizes) -> tuple[CallTimes, Ca
     received, visiting_rows, held = option.received, option.visiting_rows, option.blocks.shape[1]
     # In the backward pass gradients travel instead of blocks. The estimate assumes that a rank sends as many blocks as it gets.
     travel = received * sizes.block_bytes / sizes.link_rate
-    # One call needs all blocks in one tensor, so own and fetched blocks are copied into it, and gradients out of it. In a forward
-    # pass the exchange hides the copy of own blocks. Two calls copy only the gradients of fetched blocks.
+    # One call needs all blocks in one tensor, so all blocks are copied into it, and gradients out of it. In a forward
+    # pass the exchange hides the copy of the rank's blocks. Two calls copy only the gradients of fetched blocks.
     copy_block, rows = sizes.block_bytes / _COPIED, held * sizes.heads
     copy_own, copy_fetched = held * copy_block * (received > 0), received * copy_block
     # Queries that visit no block of others are read, and their zeros written, but not merged. Backward calls accumulate into one dQ
@@ -111,7 +111,7 @@ def head_seconds(mask: BlockMask, own_blocks: int, sizes: SequenceSizes, ranks: 
     """Returns the seconds of a forward pass that exchanges heads, of the slowest rank. own_blocks: of a rank, padding included."""
     visited = np.diff(mask.mask_bounds(), prepend=0).astype(np.float64)
     by_head = np.broadcast_to(visited[mask.mask_index.numpy()].mean(0), sizes.heads)
-    # A rank copies its q, k, v and out to send them. Its own heads' share does not travel.
+    # A rank copies its q, k, v and out to send them. The share of its heads is not sent.
     copied = own_blocks * sizes.block_bytes * (1 + sizes.heads / sizes.kv_heads)
     received = copied * (ranks - 1) / ranks
     seconds = _pass_seconds(False, own_blocks * sizes.heads, by_head.reshape(ranks, -1).sum(1).max(), sizes)

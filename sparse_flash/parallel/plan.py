@@ -50,14 +50,14 @@ def context_parallel(
 
     mask: a Pattern or its spec text, compiled for q_len tokens; or a square BlockMask on any device, which may have a mask for each
     head. A BlockMask is read on the host. A list gives a mask to each layer and returns a list of plans. One assignment of tokens
-    then serves all layers and balances their total work. Layers with equal masks have the same plan.
+    then works for all layers and balances their total work. Layers with equal masks have the same plan.
     q_len: tokens of the whole sequence.
     mesh: a DeviceMesh of one dimension, such as ``mesh["cp"]`` of a larger one. All of its ranks share the sequence.
     heads, kv_heads: of the attention calls; kv_heads defaults to heads. A plan that may exchange heads needs them.
     block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange. A BlockMask has its own.
     strategy: "blocks", "heads" or "auto", as listed below.
     link_rate: bytes per second that a rank receives from others. The default was measured between two GPUs that NVLink joins.
-    overlap: True makes two calls, one on the rank's own columns while fetched blocks or their gradients travel, and one on fetched
+    overlap: True makes two calls, one on the rank's columns while fetched blocks or their gradients travel, and one on fetched
     columns. False makes one call on all columns. None takes what is estimated to be faster, for each pass, the same on all ranks.
 
     The strategies:

@@ -70,7 +70,7 @@ class PlanOptions:
         if len({mask.block_size for mask in masks}) > 1:
             raise ValueError(
                 f"the masks of all layers must have one block_size, the unit that ranks own; got {masks[0].block_size} and others; "
-                "compile them alike, or pass patterns"
+                "compile them with one block_size, or pass patterns"
             )
         of_masks = {mask.mask_index.shape[1] for mask in masks}
         heads = max(of_masks) if self.heads is None else self.heads

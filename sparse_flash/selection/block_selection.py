@@ -122,7 +122,7 @@ class BlockSelection:
         return replace(self, picks=self.picks.to(device), always=self.always and self.always.to(device))
 
     def select(self, head: int = 0, batch: int = 0) -> BlockSelection:
-        """The selection of one head, among those that pick, of one batch entry. Raises TypeError or IndexError for others."""
+        """The selection of one picking head and batch entry. Raises TypeError or IndexError for other indices."""
         return replace(self, picks=self._picks_of(head, batch)[None, None])
 
     def _picks_of(self, head: int, batch: int) -> Tensor:

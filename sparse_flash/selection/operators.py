@@ -55,7 +55,7 @@ def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float | No
     refuse_transforms(q, k)
     if q.shape[0] == 0:
         return make_empty_results(q, k, k, None)[1][..., None].expand(*q.shape[:3], selection.picks.shape[3])
-    # A pair that ``always`` alone keeps is in no picked block.
+    # A pair that only ``always`` keeps is in no picked block.
     return _block_lse(q, k, *_pack_selection(replace(selection, always=None)), scale, backend)
 
 

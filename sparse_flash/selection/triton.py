@@ -36,7 +36,7 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
     if reason is not None:
         return reason
     if call.features:
-        return f"it takes no {', '.join(sorted(call.features))} beside a selection"
+        return f"it takes no {', '.join(sorted(call.features))} with a selection"
     batch, pickers, q_len, slots = selection.picks.shape
     members = call.heads // pickers
     if members > TILE_ROWS:

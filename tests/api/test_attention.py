@@ -85,7 +85,7 @@ HEADS_FIRST = {
 
 @parametrize("kv_heads", [8, 2])
 @parametrize("mask", [None, "causal", sf.local(5)], ids=str)
-def test_tokens_before_heads_are_warned_of_at_the_line_of_the_call(mask, kv_heads):
+def test_swapped_token_and_head_axes_warn_at_the_callers_line(mask, kv_heads):
     q, k = (torch.randn(1, 300, heads, 16, device=DEVICE) for heads in (8, kv_heads))
     with pytest.warns(UserWarning, match="tokens come before heads") as seen:
         sf.attention(q, k, k, mask)

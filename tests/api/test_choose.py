@@ -100,7 +100,7 @@ def random_scores(q, k, size, seed):
 @example(sf.parse("sampled(4, floor=0.3, block=64)"), None, sf.causal(), None, (256, 256), (4, 2), True, True, 2.0, 0)
 @example(sf.parse("pooled(floor=0.3, block=64)"), None, sf.causal(), None, (256, 256), (4, 2), True, False, None, 0)
 @example(sf.parse("antidiagonal(16, floor=0.3, block=64)"), None, sf.causal(), None, (256, 256), (4, 2), True, False, None, 0)
-def test_what_is_kept_is_what_the_words_say(chooser, other, within, always, lengths, heads, as_text, tokens_first, scale, seed):
+def test_kept_blocks_are_those_of_the_docstring(chooser, other, within, always, lengths, heads, as_text, tokens_first, scale, seed):
     assume(chosen.fit(within, always))
     some = [chooser] if other is None else [chooser, replace(other, block=chooser.block)]
     assume(all(one.budget is None for one in some) or lengths[1] > chooser.block_size)  # of one block, all scores are 1
@@ -317,7 +317,7 @@ HEADS = ["pooled(keep=1, block=64)", "sampled(4, mass=0.5, block=64) | sinks(4)"
     within=st.sampled_from(["", "causal & "]),
     lengths=LENGTHS,
 )
-def test_each_head_keeps_what_its_own_expression_keeps(picks, within, lengths):
+def test_each_head_keeps_what_its_expression_keeps(picks, within, lengths):
     q, k = chosen.tensors(*lengths, batch=2, heads=4, kv_heads=2, dtype=torch.float64)
     spec = f"per_head([{', '.join(f'{within}({pick})' for pick in picks)}])"
     np.testing.assert_array_equal(dense(sf.choose_blocks(spec, q, k), q), definition(spec, q, k))
@@ -333,7 +333,7 @@ class Nearest(sf.Chooser):
         return -distance.abs().double().T[None, :, None].expand(len(q), -1, grid.q_blocks, -1)
 
 
-def test_a_users_own_chooser_goes_wherever_expressions_go():
+def test_a_user_defined_chooser_works_in_expressions():
     q, k, v = inputs(64 * 6, 64 * 6)
     spec = sf.causal() & (Nearest(keep=3, block=64) | sf.sinks(2))
     scores = Nearest(keep=3).scores(q, k, BlockGrid(64 * 6, 64 * 6, 64)).cpu()

@@ -110,7 +110,7 @@ def test_lengths_past_the_capacity_are_the_capacity_and_negative_ones_are_none(b
 
 @parametrize("block_size", [16, 64, 256])
 @parametrize("backend", ["torch", "triton"])
-def test_masks_of_heads_and_of_other_blocks_are_visited_head_by_head(backend, block_size):
+def test_each_head_decodes_under_its_mask_at_every_block_size(backend, block_size):
     specs = [PATTERNS[name] for name in ("causal", "window and sinks", "bits", "nothing")]
     mask = sf.BlockMask.per_head([sf.compile_mask(spec, 320, block_size=block_size) for spec in specs]).to(DEVICE)
     given = {"heads": 4, "q_len": 20, "kv_len": 320, "lens": (290, 129), "queries": 20, "spec": sf.per_head(specs)}

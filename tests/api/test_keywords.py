@@ -47,7 +47,7 @@ def calls(q: object, plan: ContextPlan) -> None:
 """
 
 
-def test_type_checkers_reject_a_misspelt_keyword_and_no_other_line(monkeypatch, tmp_path):
+def test_type_checkers_reject_only_the_misspelt_keyword(monkeypatch, tmp_path):
     mypy = pytest.importorskip("mypy.api")
     (tmp_path / "settings.ini").write_text(SETTINGS)
     (tmp_path / "calls.py").write_text(LINES)

@@ -43,7 +43,7 @@ def definition(q, k, keep, size, within, always, share_group):
     layout=st.sampled_from(LAYOUTS),
     seed=st.integers(0, 99),
 )
-def test_what_is_kept_is_what_the_definition_keeps(
+def test_kept_blocks_are_those_of_the_definition(
     lengths, within, always, keep, size, heads, share_group, dtype, layout, seed
 ):  # fmt: skip
     q, k = inputs(*lengths, batch=2, heads=heads[0], kv_heads=heads[1], dtype=dtype, layout=layout, seed=seed)
@@ -73,7 +73,7 @@ def test_autocast_chooses_by_the_cast_tensors_and_rounds_no_product(choice):
 
 
 @parametrize("keep, counts", [(1, [1] * 6), (3, [1, 2, 3, 3, 3, 3]), (9, [1, 2, 3, 4, 5, 6]), (0.5, [1, 1, 2, 2, 3, 3])])
-def test_where_all_scores_are_equal_a_row_keeps_as_many_blocks_as_it_was_told_its_own_among_them(keep, counts):
+def test_with_equal_scores_a_row_keeps_its_diagonal_block_and_keep_blocks(keep, counts):
     q, k = inputs(6 * 32 - 5, 6 * 32 - 5)
     blocks = sf.topk_blocks(torch.zeros_like(q), k, keep, block_size=32).kept_blocks()
     assert (blocks.sum(3).cpu() == torch.tensor(counts)).all() and blocks.diagonal(dim1=2, dim2=3).all()

@@ -88,7 +88,7 @@ LENGTHS = {
 
 @parametrize("lengths", LENGTHS)
 @parametrize("name", PATTERNS)
-def test_each_document_attends_to_itself_under_the_pattern_at_its_own_length(packer, name, lengths, monkeypatch):
+def test_each_document_attends_to_itself_under_the_pattern_at_its_length(packer, name, lengths, monkeypatch):
     if packer == "kernels" and name in SINGLE_RUNS:
         monkeypatch.setattr(documents, "put_rows", None)  # no row moves
     q_lens, k_lens, beyond = LENGTHS[lengths]

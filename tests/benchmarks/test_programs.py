@@ -114,7 +114,7 @@ def test_decoding_over_every_cache_is_checked_and_timed(tmp_path, capsys):
         assert row["total"] < 1e-5 if row["cache"] == "float32" else 1e-3 < row["total"] < 0.1
 
 
-def test_what_fails_in_eight_bits_is_a_result_and_the_others_run():
+def test_a_row_that_fails_in_eight_bits_is_a_result_and_the_rest_run():
     # On a CPU no back end and no kernel computes in e4m3, and neither peer runs.
     row = precision.PrecisionRow("small", "causal", None, 128, 256, 4, 2, 64, choice="causal & sampled(8, keep=0.5)")
     results = precision.measure_row(row, True, 60, CPU)["results"]
@@ -182,7 +182,7 @@ def attention(*arguments, **options):
 
 
 @pytest.mark.ranks  # it starts processes
-def test_each_checkout_runs_its_own_code_and_other_results_are_named(tmp_path):
+def test_each_checkout_runs_its_code_and_different_results_are_named(tmp_path):
     for name in ("sparse_flash", "patterns"):
         shutil.copytree(ROOT / name, tmp_path / "doubled" / name, ignore=shutil.ignore_patterns("__pycache__", "benchmarks"))
     with open(tmp_path / "doubled" / "sparse_flash" / "__init__.py", "a") as file:

@@ -23,13 +23,13 @@ def test_a_row_has_the_figures_of_a_mask_and_of_the_dense_call_that_it_replaces(
     assert rows[0].at_best == pytest.approx(10 / 7)  # of 4 x 4 blocks, causal attention visits 10 and this window 7
 
 
-def test_one_mask_that_no_text_names_may_stand_alone_and_no_file_is_written(tmp_path, monkeypatch):
+def test_a_single_mask_without_spec_text_is_measured_and_no_file_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (row,) = sf.bench(sf.causal() & sf.from_mask_fn(lambda q, kv: q - kv < 64), 256, quick=True, device="cpu")
     assert row.correct and row.speedup and row.over.startswith("causal") and not list(tmp_path.iterdir())
 
 
-def test_what_fails_is_a_row_that_says_why(monkeypatch):
+def test_a_failure_is_a_row_that_says_why(monkeypatch):
     measured = throughput.run
     fails = {"out_of_memory": "no memory left"}
     monkeypatch.setattr(throughput, "run", lambda case, *rest: fails if "local" in case.key else measured(case, *rest))

@@ -36,7 +36,7 @@ def points(a, b):
     ]
 
 
-def test_the_fit_finds_the_line_and_how_much_it_explains():
+def test_the_fit_finds_slope_intercept_and_explained_variance():
     line = {"a": pytest.approx(2e8), "b": pytest.approx(3e9), "r2": pytest.approx(1)}
     assert traffic.fit(points(2e8, 3e9), "backward", "dram_bytes") == line
     bent = points(2e8, 3e9)

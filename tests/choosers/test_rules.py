@@ -85,7 +85,7 @@ if backends.get_backend("triton").why_unavailable() is None:
 @settings(max_examples=120)
 @given(by=st.sampled_from(WAYS), rows=rows(), rule=rules())
 @example(by=WAYS[0], rows=FORCED_WITHOUT_SCORE, rule=("floor", 0.5))
-def test_a_rule_keeps_what_its_words_say(by, rows, rule):
+def test_a_rule_keeps_what_its_docstring_says(by, rows, rule):
     scores, allowed, forced = rows
     found = by(*rows, *rule)
     for batch, mine in enumerate(scores):

@@ -29,7 +29,7 @@ def printed(command: str) -> str:
 
 
 @pytest.mark.parametrize("command", ["show", "gallery"])
-def test_a_written_path_is_printed_as_it_is_on_one_line(command, tmp_path):
+def test_a_written_path_is_printed_unwrapped(command, tmp_path):
     path = tmp_path / "[bold]" / ("long" * 40) / "a[red]b.svg"
     assert f"wrote {path}\n" in printed(f"{command} causal -n 40 --out '{path}'")
     assert path.exists()

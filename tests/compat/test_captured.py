@@ -113,7 +113,7 @@ CASES = [*((reader, "alone") for reader in (*READERS, *RULES)), *(("default", co
 
 @pytest.mark.parametrize("kind", ["array", "tensor"])
 @pytest.mark.parametrize("reader, combined", CASES)
-def test_a_pattern_whose_function_reads_data_follows_their_change_in_place(reader, combined, kind):
+def test_a_pattern_whose_function_reads_data_follows_in_place_changes(reader, combined, kind):
     data = torch.arange(N) if kind == "tensor" else np.arange(N)
     pattern = COMBINED[combined](sf.from_mask_fn(rule_of(reader, data)))
     q = torch.randn(1, 1, N, 8)

@@ -52,7 +52,7 @@ def test_a_mask_says_causal_exactly_where_its_pairs_are(spec, length, block_size
     assert mask.keeps_causal == bool(np.array_equal(mask.to_dense().numpy(), np.tri(length, dtype=bool)))
 
 
-def test_causal_masks_of_other_lengths_of_some_heads_and_of_run_time_are_told_apart():
+def test_keeps_causal_holds_only_for_square_masks_with_all_heads_causal():
     assert not sf.compile_mask("causal", 100, 200).keeps_causal and not sf.compile_mask("causal", 200, 100).keeps_causal
     assert sf.BlockMask.per_head(["causal", "causal & local(200)"], q_len=200, kv_len=200).keeps_causal
     assert not sf.BlockMask.per_head(["causal", "local(200)"], q_len=200, kv_len=200).keeps_causal

@@ -156,7 +156,7 @@ def test_short_calls_are_right_in_tiles_of_64_queries(spec, head_dim):
 
 @parametrize("split", [False, True])
 @parametrize("name", PATTERNS)
-def test_tiles_of_192_queries_are_right_with_rows_of_their_own(name, split):
+def test_tiles_of_192_queries_are_right(name, split):
     with tiles(tall=True):
         with heavy_rows_split() if split else nullcontext():
             mask = sf.compile_mask(PATTERNS[name], 385, 380, device="cuda")
@@ -196,7 +196,7 @@ def test_calls_of_one_tensor_leave_nothing_for_calls_of_three(backend):
     torch.testing.assert_close(results(q, k, v), wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_launches_on_several_streams_do_not_take_each_others_tiles():
+def test_launches_on_several_streams_do_not_share_tiles():
     q, k, v = (torch.randn(1, 8, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     wanted = sf.attention(q, k, v, "causal")
     streams, results = [torch.cuda.Stream() for _ in range(4)], []

@@ -125,7 +125,7 @@ class Unregistered(EveryThird):
     ],
     ids=["dense", "full", "registered", "built in", "unregistered"],
 )
-def test_patterns_with_spec_text_compile_for_all_lengths_and_others_for_one(mask, text, graphs):
+def test_only_patterns_with_spec_text_compile_for_all_lengths(mask, text, graphs):
     assert mask is None or text_of(sf.parse(mask) if isinstance(mask, str) else mask) == text
     function, counter = compiled(lambda q, k, v: attend(q, k, v, mask))
     for tokens in (60, 70, 80):
@@ -140,7 +140,7 @@ def test_older_versions_of_pytorch_name_the_text_to_pass():
 
 
 @needs_gpu
-def test_compiled_code_in_cuda_graphs_takes_other_lengths():
+def test_compiled_code_in_cuda_graphs_takes_new_lengths():
     function = torch.compile(lambda q, k, v: attend(q, k, v, "causal & local(50)"), fullgraph=True, mode="reduce-overhead")
     for tokens in (200, 300):
         for _ in range(3):

@@ -147,7 +147,7 @@ def test_the_smallest_and_the_largest_share_are_those_of_sixteen_bits(backend):
         assert all(t.isfinite().all() for t in (out, *torch.autograd.grad(out.sum(), v)))
 
 
-def test_dropout_follows_manual_seed_and_without_it_the_generator_is_left_alone():
+def test_dropout_follows_manual_seed_and_without_dropout_the_generator_is_unchanged():
     q, k, v, _ = inputs()
 
     def run(dropout_p=0.2):
@@ -162,7 +162,7 @@ def test_dropout_follows_manual_seed_and_without_it_the_generator_is_left_alone(
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_each_replay_of_a_graph_drops_other_pairs_and_reads_lengths_anew():
+def test_each_replay_of_a_graph_drops_new_pairs_and_reads_lengths_again():
     q, k, v, _ = inputs(torch.float16, head_dim=64)
     lens, mask = torch.tensor([41, 90], device=DEVICE), sf.compile_mask("causal", 70, 90, device=DEVICE)
     sf.attention(q, k, v, mask, kv_lens=lens, dropout_p=0.25)

@@ -136,7 +136,7 @@ def test_a_window_is_dense_attention_under_its_pairs(name, dense_layers):
 
 
 @each_model
-def test_a_layout_alone_is_the_models_own_attention_and_restored_and_saved_models_are_as_they_were(name, tmp_path):
+def test_a_layout_without_a_mask_changes_nothing_nor_do_restoring_and_saving(name, tmp_path):
     model, inputs = made(name)
     own, processors = run(model, inputs), [m.processor for m in model.modules() if hasattr(m, "processor")]
     for layout in ("auto", TILE, lambda *cells: sf.VideoLayout(*cells, (1, 8, 8))):
@@ -369,7 +369,7 @@ def test_inputs_that_do_not_fit_are_errors(name, spec, layout, changed, message)
         run(model, inputs, **changed)
 
 
-def test_models_that_became_others_since_they_were_switched_are_errors():
+def test_models_that_changed_since_they_were_switched_are_errors():
     model, inputs = made("wan")
     use_sparse_flash(model, WINDOW, TILE, dense_steps=1)
     with pytest.raises(ValueError, match="steps of sampling"):

@@ -32,7 +32,7 @@ def test_prompts_are_computed_in_it_and_steps_of_decoding_are_not(mask, options)
 
 
 @pytest.mark.parametrize("mask, options", [("causal", {}), (CHOOSER, {"dense_below": 0})])
-def test_what_it_does_not_take_is_refused_and_not_computed_otherwise(mask, options):
+def test_unsupported_calls_are_refused(mask, options):
     model, ids = llama(mask, "fp8", **options), words(2, 100)
     with pytest.raises(ValueError, match="gives no gradients"):
         model(ids)

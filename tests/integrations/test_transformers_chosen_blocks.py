@@ -57,9 +57,9 @@ def test_generation_reads_the_chosen_blocks_and_goes_on_as_dense_attention_does(
 @pytest.mark.parametrize(
     "masks, arguments, message",
     [
-        ({1: "causal & local(20)"}, {}, r"chooses blocks of keys beside a mask of its own \(leave it out, or pass 'own'"),
-        ("own", {"attention_mask": (words() < 80).int()}, "chooses blocks of keys beside a 4-D attention_mask or padding"),
-        ("own", {"position_ids": torch.arange(TOKENS)[None] % 40}, "chooses blocks of keys beside packed sequences"),
+        ({1: "causal & local(20)"}, {}, r"chooses blocks of keys and has a mask of its own \(leave it out, or pass 'own'"),
+        ("own", {"attention_mask": (words() < 80).int()}, "chooses blocks of keys and has a 4-D attention_mask or padding"),
+        ("own", {"position_ids": torch.arange(TOKENS)[None] % 40}, "chooses blocks of keys and has packed sequences"),
     ],
 )
 def test_what_chosen_blocks_do_not_support_is_refused_by_name(model, masks, arguments, message):

@@ -85,7 +85,7 @@ def generated(name, model, inputs, side) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name, side", CASES)
-def test_outputs_gradients_and_tokens_are_those_of_its_own_attention_with_the_masks_pairs(name, side):
+def test_outputs_gradients_and_tokens_are_those_of_dense_attention_under_the_mask(name, side):
     x = words(tokens=150)  # more than a block of a table
     model, inputs, seen = MODELS[name](name, x, padded(x, side))
     for pattern in (None, "local(4) | sinks(2)" if name in ENCODERS else PATTERNS["place"]):

@@ -76,7 +76,7 @@ WAYS += [partial(attention_over_blocks, block_size=block) for block in (16, 64)]
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 @parametrize("shape", SHAPES, ids=str)
 @parametrize("way", WAYS, ids=lambda way: name_of(way.keywords))
-def test_some_of_many_sequences_get_what_they_get_without_the_others(way, shape):
+def test_results_of_a_sequence_do_not_depend_on_the_size_of_the_batch(way, shape):
     batch, heads, kv_heads, tokens = shape
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     shapes = [(batch, n, tokens, 64) for n in (heads, kv_heads, kv_heads)]
@@ -107,5 +107,5 @@ SCATTERED = "random(0.2)"
         (256, "causal", 16384, 16, {}, 8),  # rows keep much
     ],
 )
-def test_as_many_heads_follow_each_other_as_the_cache_holds_and_rows_need(row_bytes, mask, tokens, lines, options, together):
+def test_as_many_heads_run_at_once_as_fit_in_the_cache_and_rows_need(row_bytes, mask, tokens, lines, options, together):
     assert order.concurrent_heads(row_bytes, tokens, mask and sf.compile_mask(mask, tokens), lines, **options) == together

@@ -84,7 +84,7 @@ REPEATABLE = [(("lengths",), "bits", 96), (("lengths", "softcap", "alibi", "froz
 
 
 @parametrize("terms, under, head_dim, deterministic", [*((*row, False) for row in OF_TERMS), *((*row, True) for row in REPEATABLE)])
-def test_each_term_is_as_it_is_defined_whatever_nonexistent_tokens_hold(terms, under, head_dim, deterministic):
+def test_each_term_follows_its_definition_whatever_nonexistent_tokens_hold(terms, under, head_dim, deterministic):
     sizes = {"batch": 2, "kv_heads": 1, "head_dim": head_dim, "v_head_dim": 128 if head_dim == 192 else head_dim}
     assert_right(*UNDER[under], terms=terms, seed=len(terms), deterministic=deterministic, **sizes)
 
@@ -125,7 +125,7 @@ def test_calls_are_right_in_every_kind_of_tiles(name):
         assert_right(spec, q_len, kv_len, seed=len(name), **{"kv_heads": 1} | changed)
 
 
-def test_a_document_of_more_blocks_than_others_have_is_right():
+def test_one_document_much_longer_than_the_rest_is_right():
     mask = sf.compile_mask(f"{WINDOW} & documents((0, 5, 8001, 8300))", 8300)
     leaves, found = [torch.randn(1, 1, 8300, 64, dtype=torch.float16, requires_grad=True) for _ in range(3)], []
     for backend in ("hopper", "torch"):

@@ -80,7 +80,7 @@ def driver(monkeypatch):
     return stand_in
 
 
-def test_the_third_call_of_a_kind_is_replayed_with_results_of_its_own(driver, monkeypatch):
+def test_the_third_call_of_a_kind_is_replayed_into_new_results(driver, monkeypatch):
     launched, counters = [], [torch.zeros(1, dtype=torch.int64) for _ in range(9)]
     mask, kernel = type("Mask", (), {"selected_from": None})(), types.SimpleNamespace(fn=None)
     monkeypatch.setattr(launch, "launch", lambda *given: launched.append(given) or compiled())
@@ -109,7 +109,7 @@ def test_the_third_call_of_a_kind_is_replayed_with_results_of_its_own(driver, mo
     assert [tensor() for tensor in seen] == [None] * 3
 
 
-def test_tensors_that_need_another_kernel_or_gpu_are_launched_anew(driver, monkeypatch):
+def test_tensors_that_need_another_kernel_or_gpu_are_launched_again(driver, monkeypatch):
     q, lse, seed = inputs()
     apart, alike, moved = recorded(q, lse, seed), recorded(q, lse, lse), lse.clone()
     assert not apart.again((q, torch.zeros(201)[1:], seed))  # it starts at no multiple of 16 bytes

@@ -24,7 +24,7 @@ drawn = given(data=st.data(), lengths=strategies.lengths, size=strategies.block_
 
 
 @every_maker
-def test_a_mask_keeps_what_its_maker_was_told_to_keep_however_few_blocks_are_read_at_a_time(maker):
+def test_every_maker_keeps_the_given_pairs_at_every_batch_of_blocks(maker):
     @settings(max_examples=200 if maker == "pattern" else 25)
     @drawn
     def property_holds(data, lengths, size):

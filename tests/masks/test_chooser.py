@@ -37,7 +37,7 @@ def test_a_number_of_blocks_and_a_share_of_them_differ_as_numpys_do():
 
 @settings(max_examples=100)
 @given(within=limits, some=several, always=st.none() | strategies.expressions, as_text=st.booleans())
-def test_an_expression_its_text_and_copies_are_equal_and_taken_apart_into_what_they_were_made_of(within, some, always, as_text):
+def test_an_expression_equals_its_text_and_copies_and_is_taken_apart_into_its_parts(within, some, always, as_text):
     expression = chosen.joined(within, some, always)
     text = expression.to_spec()
     assert str(expression) == text and chosen.joined(within, some[::-1] * 2, always) == expression
@@ -111,11 +111,11 @@ def test_heads_may_compete_for_one_budget():
 
 
 @parametrize("always, text", [("~causal", "pooled(keep=1) | {}"), ("causal & ~causal", "causal & (pooled(keep=1) | {})")])
-def test_causal_that_says_something_else_may_stand_beside_choosers(always, text):
+def test_negated_causal_is_allowed_with_choosers(always, text):
     assert [choice.always for choice in choices_of(text.format(always))] == [sf.parse(always)]
 
 
-def test_an_expression_with_a_name_of_its_own_is_taken_apart_like_what_it_stands_for():
+def test_a_derived_pattern_is_taken_apart_like_its_expression():
     @sf.register_pattern("ours")
     @dataclass(frozen=True)
     class Ours(sf.DerivedPattern):

@@ -36,7 +36,7 @@ def test_choices_between_tables_lose_little_over_the_best():
     assert len(losses) == 40 and np.mean(losses) < 0.06
 
 
-def test_warnings_point_at_the_users_line():
+def test_warnings_point_at_the_callers_line():
     transposed = torch.randn(1, 300, 4, 16)
     call = lambda: sf.attention(transposed, transposed, transposed)  # noqa: E731
     sf.clear_caches()

@@ -204,7 +204,7 @@ def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_regist
         Thawed(3)
 
 
-def test_patterns_whose_fields_are_equal_numbers_of_other_kinds_are_others():
+def test_patterns_whose_fields_differ_only_in_type_differ():
     @sf.register_pattern("nearest")
     @dataclass(frozen=True)
     class Nearest(sf.Pattern):
@@ -223,7 +223,7 @@ def test_patterns_whose_fields_are_equal_numbers_of_other_kinds_are_others():
 
 
 @pytest.mark.parametrize("decorated", [dataclass(frozen=True, eq=False), lambda cls: cls])
-def test_patterns_that_compare_no_fields_are_equal_to_themselves_alone(decorated):
+def test_patterns_that_compare_no_fields_equal_only_themselves(decorated):
     @decorated
     class Table(sf.Pattern):
         kept: object = field(default_factory=lambda: np.eye(9, dtype=bool))

@@ -34,7 +34,7 @@ counts = st.tuples(st.integers(1, 3), st.integers(1, 90), st.sampled_from([1, 64
 
 @settings(max_examples=40)
 @given(counts=counts)
-def test_items_cover_every_entry_once_and_lines_list_the_splits(counts):
+def test_items_cover_every_entry_once_and_rows_list_their_splits(counts):
     ptr, split, order = rows_of(counts)
     work, lines = (t.tolist() for t in build_split_work(ptr, split, order, longest=10_000))
     rows = counts.shape[1]
@@ -94,7 +94,7 @@ def test_tables_of_one_map_begin_where_launches_need_them():
         assert {t.data_ptr() % 16 for table in (mask.by_query, mask.by_key) for t in table} == {0}
 
 
-def test_each_head_has_splits_of_its_own_and_maps_too_short_for_them_have_none():
+def test_splits_are_per_head_and_short_maps_have_none():
     blocks = torch.zeros(1, 3, 70, 80, dtype=torch.bool)
     blocks[0, 0, 5] = blocks[0, 1, :, 7] = True
     mask = sf.BlockMask.from_blocks(blocks, 16)

@@ -11,7 +11,7 @@ from sparse_flash.parallel.planning import PlanOptions, plan_sequence
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_writes_each_block_once_and_others_get_few_runs(name):
+def test_a_rank_sends_each_block_once_in_few_runs(name):
     mask, ranks = on_ranks.whole_of(name), 4
     options = PlanOptions(block_size=mask.block_size, strategy="blocks")
     for rank in range(ranks):

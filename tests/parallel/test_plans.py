@@ -84,7 +84,7 @@ def test_a_plan_takes_the_faster_strategy_of_those_that_heads_allow(mask, ranks,
         ("block_diagonal(4096)", 17, 8, LINK_RATE, (False, False)),  # nothing travels
     ],
 )
-def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_faster(mask, log2_tokens, heads, link_rate, overlap):
+def test_the_exchange_overlaps_with_local_columns_where_estimated_faster(mask, log2_tokens, heads, link_rate, overlap):
     tokens = 1 << log2_tokens
     whole = random_documents(tokens) if mask == "documents" else sf.compile_mask(mask, tokens)
     options = PlanOptions(heads, 8, strategy="blocks", link_rate=link_rate)

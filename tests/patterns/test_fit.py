@@ -50,7 +50,7 @@ def decoded(mask, *lengths):
 
 @settings(max_examples=60)
 @given(pattern=strategies.expressions, before=st.integers(0, 100), tokens=st.integers(1, 200), size=strategies.block_sizes)
-def test_shifted_tokens_see_the_pattern_and_no_other_tokens(pattern, before, tokens, size):
+def test_shifted_tokens_see_only_the_pattern(pattern, before, tokens, size):
     mask = sf.compile_mask(sf.shifted(pattern, before), before + tokens, block_size=size).to_dense()
     torch.testing.assert_close(mask[before:, before:], sf.compile_mask(pattern, tokens, block_size=size).to_dense())
     assert not mask[:before].any() and not mask[:, :before].any()

@@ -228,7 +228,7 @@ def test_neighborhood_keeps_exactly_the_window_of_every_query_of_many():
     assert (per_query == 3 * 7 * 5).all() and sf.compile_mask(pattern, len(q)).kept_pairs().tolist() == [len(q) * 3 * 7 * 5]
 
 
-def test_a_known_pattern_beside_a_mask_function_spares_looking():
+def test_a_mask_function_is_evaluated_only_where_the_rest_keeps_pairs():
     looked_at, i = [], np.arange(1024)
 
     def parity(q, kv):
@@ -353,7 +353,7 @@ WITHIN = sf.causal() & sf.shifted(sf.from_mask_fn(lambda q, kv: 1 / 0), 0)
 
 
 @pytest.mark.parametrize("pattern, kind, said", [(Looking(), KeyError, "41"), (WITHIN, ZeroDivisionError, "division")], ids=str)
-def test_an_exception_of_a_rule_is_the_users_own_and_names_the_pattern(pattern, kind, said):
+def test_an_exception_of_a_rule_is_raised_unchanged_and_names_the_pattern(pattern, kind, said):
     q = torch.zeros(1, 1, 70, 8)
     for call in (lambda: sf.compile_mask(pattern, 70), lambda: sf.attention(q, q, q, pattern)):
         with pytest.raises(kind, match=said) as raised:

@@ -80,7 +80,7 @@ LENGTHS = st.tuples(st.integers(1, 120), st.integers(1, 120)) | st.integers(1, 1
     held=held,
     seed=st.integers(0, 99),
 )
-def test_what_is_picked_is_what_the_definition_picks(lengths, keep, size, heads, share_group, score, held, seed):
+def test_picked_blocks_are_those_of_the_definition(lengths, keep, size, heads, share_group, score, held, seed):
     (q_len, kv_len), (q_heads, kv_heads) = lengths, heads
     q, k = whole_numbers(2, q_heads, q_len, 4, seed=seed), whole_numbers(2, kv_heads, kv_len, 4, seed=seed + 1)
     with mock.patch.object(choice, "_CHUNK_CPU", held):

@@ -33,7 +33,7 @@ def definition(picks, q_len, kv_len, block, own, always):
     always=st.none() | st.sampled_from(["sinks(3) | local(20)", "full", "strided(7)"]),
     seed=st.integers(0, 99),
 )
-def test_what_is_kept_is_what_the_definition_keeps(lengths, block, own, always, seed):
+def test_kept_blocks_are_those_of_the_definition(lengths, block, own, always, seed):
     q_len, kv_len = lengths
     picks = drawn_picks((2, 1, q_len, 3), block, kv_len, seed)
     picks = picks[..., [2, 0, 1, 0]]  # in any order, and twice

@@ -140,8 +140,8 @@ def test_calls_that_do_not_fit_are_refused_by_name():
     assert refused(PORTABLE, heads=96) == "it runs up to 64 query heads that share picks; got 96"
     assert refused(PORTABLE, heads=1, n=256) == "it runs up to 8,192 picks of the queries of a tile; got 16,384"
     features = ("dropout_p", "softcap")
-    assert refused(PORTABLE, features=features) == "it takes no dropout_p, softcap beside a selection"
-    assert refused(HOPPER, features=("dropout_p",)) == "it takes no dropout_p beside a selection"
+    assert refused(PORTABLE, features=features) == "it takes no dropout_p, softcap with a selection"
+    assert refused(HOPPER, features=("dropout_p",)) == "it takes no dropout_p with a selection"
     assert [refused(HOPPER, block=block) for block in (64, 128, 256, 512)] == [None] * 4
     assert refused(HOPPER, block=32) == "it runs picks of blocks of 64, 128, 256, 512 keys; got 32"
     assert refused(HOPPER, head_dim=256, v_head_dim=256) == "it runs head_dim 33 to 128; got 256"

@@ -39,7 +39,7 @@ def test_masses_of_picked_blocks_equal_those_of_separate_documents(score, share_
             torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
-def test_given_scores_are_of_a_documents_own_blocks():
+def test_given_scores_are_of_the_blocks_of_each_document():
     lengths = [50, 1, 70]
     (q, k, v), ends = packed(lengths)
     scores = tensor((1, 2, sum(lengths), 5), generator=torch.Generator().manual_seed(3))
@@ -55,7 +55,7 @@ def test_given_scores_are_of_a_documents_own_blocks():
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
-def test_what_is_not_finite_in_one_document_reaches_no_other(backend):
+def test_nan_and_infinity_stay_in_their_document(backend):
     made, ends = packed([5, 20, 3], after=5, heads=2)
     q, k, v = (t[:, :1].contiguous() for t in made)  # Triton's interpreter takes long
     others = torch.cat([torch.arange(5), torch.arange(25, 28)]).to(DEVICE)
@@ -82,7 +82,7 @@ def test_documents_longer_than_the_longest_lose_their_end_where_the_host_cannot_
     assert not out[40:60].any() and not short.to_dense()[:, 40:60].any() and out[60:].any()
 
 
-def test_a_saved_selection_loads_as_plain_weights_do_and_its_text_is_one_line(tmp_path):
+def test_a_saved_selection_loads_as_plain_weights_do_and_its_text_is_short(tmp_path):
     q = torch.randn(40, 2, 16, device=DEVICE)
     cu_seqlens = torch.tensor([0, 15, 40], device=DEVICE)
     sel = sf.topk_blocks(q, q, keep=2, every=1, block_size=16, always="sinks(1)", cu_seqlens_q=cu_seqlens)

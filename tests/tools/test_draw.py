@@ -64,7 +64,7 @@ def test_a_drawing_is_text_where_it_is_printed_and_an_image_in_a_notebook(tmp_pa
     assert str(sf.draw(sf.compile_mask("causal", 300, 200), path, title="mine")).startswith("mine\n") and path.stat().st_size
 
 
-def test_empty_partial_and_full_cells_have_their_own_signs(monkeypatch):
+def test_empty_partial_and_full_cells_have_different_signs(monkeypatch):
     monkeypatch.setenv("LINES", "16")  # for 8 lines of cells, each of 5 x 5 tokens
     kept = torch.zeros(40, 40, dtype=torch.bool)
     for column, pairs in enumerate((0, 5, 12, 24, 25)):

@@ -33,7 +33,7 @@ def test_numbers_are_those_of_the_dense_mask(pattern, lengths, block):
         assert e.rival_blocks == (sf.compile_mask("causal", q_len, kv_len, block).block_states() > 0).sum()
 
 
-def test_costs_are_compared_with_the_dense_call_that_a_user_would_otherwise_run():
+def test_costs_are_compared_with_the_dense_call_that_the_mask_replaces():
     specs = "causal & local(512)", "local(512)", "causal", "full"
     mask, both_ways, causal, full = (explain(sf.compile_mask(spec, 4096), heads=2) for spec in specs)
     for name, e, rival in (("dense causal attention", mask, causal), ("dense attention", both_ways, full)):

@@ -17,7 +17,7 @@ from experiments.long_range.cli import app
 from experiments.long_range.train import End, Score, evaluate_split, turn_images
 
 
-def test_images_turn_by_the_eight_symmetries_of_the_square():
+def test_images_are_transformed_by_the_eight_symmetries_of_the_square():
     image = torch.arange(9).view(1, 3, 3)
     found = {tuple(one.flatten().tolist()) for one in turn_images(image.expand(8, 3, 3), torch.arange(8))}
     wanted = {tuple(np.rot90(flip, turns).flatten()) for flip in (image[0].numpy(), image[0].numpy().T) for turns in range(4)}

@@ -31,7 +31,7 @@ def dashes_of(size: int, steps: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_dashes_with_ends_a_gap_apart_join_the_dots_of_positive_images_alone(size, made):
+def test_dashes_a_gap_apart_connect_the_dots_only_in_positive_images(size, made):
     drawing, these = DRAWINGS[size], made[size]
     for scene in range(16):
         dashes = dashes_of(size, steps_of(these, scene))
@@ -46,7 +46,7 @@ def test_dashes_with_ends_a_gap_apart_join_the_dots_of_positive_images_alone(siz
         assert sorted(lengths)[-2:] == [14, 14] and set(lengths) <= {4, 14}
 
 
-def test_ink_dots_and_their_places_do_not_tell_the_label(made):
+def test_ink_dots_and_their_positions_do_not_tell_the_label(made):
     these = made[32]
     images, labels = draw_images(DRAWINGS[32], these), these.labels.astype(bool)
     apart = np.linalg.norm(these.dots[:, 0] - these.dots[:, 1], axis=-1)

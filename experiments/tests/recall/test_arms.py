@@ -21,7 +21,7 @@ def trial(arm: str, **changes) -> Trial:
     return replace(tiny, arm=arm, task=replace(tiny.task, length=LENGTH, keys=172), shape=shape, **changes)
 
 
-def test_stops_are_questions_of_the_same_key_alone():
+def test_stops_are_only_questions_of_the_same_key():
     least, unit = count_hops(ARMS["window"], LAYERS, LENGTH, BLOCK)  # 31 tokens back in a layer
     places = {0: (10, [41, 70, 100, 140, 141]), 1: (12, [60, 80])}
     rows = [(pair, place, stated) for pair, (stated, asked) in places.items() for place in asked]

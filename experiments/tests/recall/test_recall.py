@@ -45,7 +45,7 @@ def test_what_is_within_reach_is_learned_and_what_is_not_is_guessed():
     assert dense["without_layer"] == [pytest.approx(dense["chance"], abs=0.07)]  # its one layer finds all
 
 
-def test_keys_that_are_asked_again_have_a_table_of_their_own(tmp_path):
+def test_keys_that_are_asked_again_have_a_separate_table(tmp_path):
     again = ["--askings", "4", "--apart", "24", "--steps", "2", "--questions", "50", "--out", tmp_path]
     assert "hops from question to question" in " ".join(invoke("train", "window", *SIZES, *again).split())
     (file,) = tmp_path.glob("*.json")

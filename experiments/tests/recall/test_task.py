@@ -21,7 +21,7 @@ def tasks(draw) -> Task:
 
 
 @given(tasks(), st.integers(0, 99), st.integers(1, 3))
-def test_each_answer_is_the_value_after_the_only_other_place_of_its_key_as_far_back_as_said(task, seed, sequences):
+def test_each_answer_is_the_value_after_the_only_earlier_use_of_its_key(task, seed, sequences):
     batch = task.batch(seed, 0, sequences, "cpu")
     assert batch.tokens.shape == batch.labels.shape == batch.distances.shape == (sequences, task.length)
     first_value, first_key = task.fillers, task.fillers + task.values

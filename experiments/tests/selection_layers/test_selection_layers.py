@@ -90,7 +90,7 @@ def test_nsa_joins_three_branches_by_their_definitions():
     torch.testing.assert_close(layer(x, positions), layer.out_proj(wanted.transpose(1, 2).flatten(2)), rtol=1e-4, atol=1e-5)
 
 
-def test_msas_indexer_learns_from_the_divergence_alone_and_nothing_else_does(monkeypatch):
+def test_only_msas_indexer_learns_from_the_divergence_and_from_nothing_else(monkeypatch):
     def gradients():
         layer, x, positions = layer_and_input("msa")
         layer(x.requires_grad_(), positions).square().sum().backward()

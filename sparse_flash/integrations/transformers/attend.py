@@ -248,7 +248,7 @@ def _roll_tokens(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: bool) -> torch.Tensor:
-    """Attends each query to the blocks that it chose, its own among them, up to the query."""
+    """Attends each query to the blocks that it chose, which include the query's block, up to the query."""
     settings, model_mask = call.settings, call.model_mask
     unsupported = {
         "a mask of its own (leave it out, or pass 'own' for this layer)": settings.kept is not None,
@@ -260,14 +260,14 @@ def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: 
         f"precision={settings.precision!r}": settings.precision,
     }
     if used := [name for name, used in unsupported.items() if used]:
-        raise unsupported_error(call.module, f"chooses blocks of keys beside {used[0]}")
+        raise unsupported_error(call.module, f"chooses blocks of keys and has {used[0]}")
     size, kv_len = call.module.config.index_block_size, call.key.shape[2]
     picked = BlockSelection.from_picks(block_indices, size, kv_len=kv_len, own=False)
     return _attend_rows(call._replace(kept=picked))
 
 
 def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Attends each packed sequence as if it were alone, under the model's window too."""
+    """Attends each packed sequence by itself, under the model's window too."""
     settings, (batch, _, tokens, _) = call.settings, call.query.shape
     if settings.precision is not None:
         raise ValueError(
