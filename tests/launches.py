@@ -35,7 +35,7 @@ from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import descriptors
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
-from sparse_flash.kernels.portable import backward, configs, decode, forward, merge, sinks
+from sparse_flash.kernels.portable import backward, configs, decode, forward, merge
 from sparse_flash.kernels.tables import splits
 from sparse_flash.masks.grid import BlockGrid
 from sparse_flash.packed import kernels as packed_kernels
@@ -166,7 +166,7 @@ def variant_of(names: str, batch: int = 1, heads: int = 2) -> Variant | None:
         "bias": {"rel_bias": torch.zeros(heads, 257), "learned": True},
         "frozen_bias": {"rel_bias": torch.zeros(heads, 257)},
         "own": OWN,
-        "sinks": {"sinks": torch.zeros(heads, dtype=torch.bfloat16)},
+        "sinks": {"sinks": torch.zeros(heads, dtype=torch.bfloat16), "learned_sinks": True},
     }
     fields: dict = {}
     for name in names.split():
@@ -207,8 +207,6 @@ def portable_attention(
         if name in passes:
             with mock.patch.object(configs, "ONE_LAUNCH_TOKENS", most):
                 backward.attention_backward(call, out, lse if has_dlse else None, out, lse)
-    if call.sinks is not None:
-        sinks.sum_shares(out, lse if has_dlse else None, out, lse, call.sinks)
 
 
 def hopper_attention(shape: Shape, mask, variant=None, deterministic: bool = False, passes=("forward", "backward")):

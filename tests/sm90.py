@@ -70,7 +70,7 @@ def portable() -> Cases:
         yield case("of_small_blocks", dim, "causal", block=32)
     yield case("of_192_and_128", 192, "causal", dim_v=128)  # as in DeepSeek's models
     yield case("of_dropout", 64, adds="dropout")
-    yield case("of_sinks", 64, "causal", adds="sinks", passes=("forward",))
+    yield case("of_sinks", 64, "causal", adds="sinks", passes=("forward", "two", "one"))
     yield case("of_terms", 64, adds=f"{EVERY_TERM} bias")
     yield case("of_terms", 64, "causal", adds=f"{EVERY_TERM} frozen_bias", passes=("one",))
 
@@ -99,7 +99,7 @@ def hopper_to_128(dim: int) -> Cases:
     yield case("", spec="causal", split=True)
     yield case("", spec="causal", kv_heads=1, passes=backward)
     yield case("", spec="causal", deterministic=True, passes=backward)
-    yield case("of_sinks", spec="causal", split=True, adds="sinks", passes=forward)
+    yield case("of_sinks", spec="causal", split=True, adds="sinks")
     yield case("of_dropout", adds="dropout")
     documents = {"spec": "causal & documents((0, 33, 40, 200, 1024))", "by_document": True}
     yield case("of_documents", **documents)
@@ -271,7 +271,7 @@ def outcome(launch: Launch) -> dict:
     return row | {"in_full_blocks": spills_in_full_blocks(result.asm["cubin"]) if row["stack"] else 0}
 
 
-# Kernels without products, compiled for plain calls only.
+# Kernels without products, compiled for plain calls and, as some read them, for sinks.
 NEXT_TO_PRODUCTS = {"hopper_prepare", "hopper_finish", "hopper_combine", "hopper_quantize_values"}
 
 
@@ -285,7 +285,7 @@ def find(groups: list[str]) -> None:
         for suffix, dim, case, call in GROUPS[group]():
             for launch in launches.launches_of(call):
                 key = launch.kernel.fn, *map(str, launch.code(backend))
-                if key in known or (suffix and launch.name in NEXT_TO_PRODUCTS):
+                if key in known or (suffix not in ("", "of_sinks") and launch.name in NEXT_TO_PRODUCTS):
                     continue
                 known.add(key)
                 name = f"{launch.name}_{suffix}".rstrip("_")

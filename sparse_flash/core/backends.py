@@ -11,8 +11,9 @@ A back end is a module of this folder with five functions:
 call: a ``core.call.AttentionCall`` whose table is a BlockMask, or None for dense attention. kv_heads divides heads; v may have
 another head_dim. out: (batch, heads, q_len, v's head_dim), in q's memory order (``empty_out``). lse: (batch, heads, q_len) float32
 (float64 for float64 inputs), natural logarithm, without dropout, -inf for queries that keep nothing, whose out is 0. dlse: like
-lse, or None if nothing depends on lse. If variant.rel_bias is learned, its gradient is a fourth result. Arguments are checked
-before a back end gets them. ``supports`` takes a ``Call``, which describes a call without its tensors.
+lse, or None if nothing depends on lse. If variant.rel_bias is learned, its gradient is a fourth result. If sinks are learned,
+the last result is (batch, heads, n), terms whose sum over the batch and n is their gradient. Arguments are checked before a back
+end gets them. ``supports`` takes a ``Call``, which describes a call without its tensors.
 
 decode: the queries are the last of each sequence; mask is square and covers the cache's capacity. kv_lens: (batch,) int32, the
 number of existing keys of each sequence, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape

@@ -69,6 +69,11 @@ class AttentionCall(NamedTuple):
         return None if self.variant is None else self.variant.sinks
 
     @property
+    def learned_sinks(self) -> torch.Tensor | None:
+        """Sinks that need a gradient."""
+        return self.sinks if self.variant is not None and self.variant.learned_sinks else None
+
+    @property
     def rest(self) -> Variant | None:
         """The variant without sinks, which are added last: None if it has nothing else."""
         return None if self.variant is None or self.variant.only_sinks else self.variant

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import NamedTuple, cast
 
 import torch
@@ -193,15 +192,3 @@ def join_sinks(lse: Tensor, sinks: Tensor, variant: Variant | None) -> tuple[Ten
     token = torch.arange(lse.shape[2], device=lse.device)[None]
     exist = cast(Tensor, find_existing_tokens(variant.q_starts, variant.q_lens, batch, token))[:, None]
     return total.masked_fill(~exist, float("-inf")), exist
-
-
-def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of sinks, (heads,). out, lse: results with sinks."""
-    if dout.is_cuda and lse.dtype == torch.float32 and find_spec("triton"):  # the kernel sums in float32
-        from ..kernels.portable.sinks import sum_shares
-
-        return sum_shares(dout, dlse, out, lse, sinks).sum((0, 2)).to(sinks.dtype)
-    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - (0.0 if dlse is None else dlse)
-    delta = torch.where(lse.isneginf(), 0.0, share * delta)  # neither a query nor a sink, or no query
-    return -delta.sum((0, 2)).to(sinks.dtype)

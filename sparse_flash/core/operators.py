@@ -31,7 +31,7 @@ from ..masks.cache import keep_if_captured
 from ..masks.grid import BlockGrid
 from . import backends
 from .call import AttentionCall, ChosenBlocks, prepare
-from .definition import sink_gradient, with_sinks
+from .definition import with_sinks
 from .results import compute_dtype, zero_keyless_queries
 from .variant import NO_VARIANT, Variant
 
@@ -240,10 +240,8 @@ def prepare_upstream(
 def _all_gradients(call: AttentionCall, dout, dlse, out, lse) -> tuple:
     """Returns dq, dk, dv, then the gradient of rel_bias and the gradient of sinks, each if it is learned."""
     grads = backends.get_backend(call.backend).backward(call, dout, dlse, out, lse)
-    variant = call.variant
-    if variant is None or variant.sinks is None or not variant.learned_sinks:
-        return grads
-    return *grads, sink_gradient(dout, dlse, out, lse, variant.sinks)
+    sinks = call.learned_sinks
+    return grads if sinks is None else (*grads[:-1], grads[-1].sum((0, 2)).to(sinks.dtype))
 
 
 def _restore_call(

@@ -69,11 +69,14 @@ def backward(call, dout, dlse, out, lse):
     # The gradient of a key head is the sum over the query heads that share it.
     sums = [grads[0], *(grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads[1:])]
     results = tuple(torch.empty_like(t).copy_(grad) for t, grad in zip((q, k, v), sums, strict=True))
-    if variant is None or not variant.learned:
-        return results
-    drel_bias = torch.zeros_like(variant.rel_bias, dtype=torch.float64)
-    add_bias_gradient(drel_bias, variant, dbiased, matrix.pairs)
-    return *results, drel_bias.to(variant.rel_bias.dtype)
+    if variant is not None and variant.learned:
+        drel_bias = torch.zeros_like(variant.rel_bias, dtype=torch.float64)
+        add_bias_gradient(drel_bias, variant, dbiased, matrix.pairs)
+        results = *results, drel_bias.to(variant.rel_bias.dtype)
+    if call.learned_sinks is not None:
+        weights = (call.sinks.double()[:, None] - lse_to_subtract(matrix.lse)).exp()
+        results = *results, -weights * delta[..., 0]
+    return results
 
 
 class _Matrix:

@@ -92,7 +92,16 @@ def _forward_without_sinks(q, k, v, mask, scale, variant):
 
 
 def backward(call, dout, dlse, out, lse):
-    """(dq, dk, dv), and the gradient of a learned bias: see ``backends``."""
+    """(dq, dk, dv), and what is learned: see ``backends``."""
+    grads, sinks = _backward_without_sinks(call, dout, dlse, out, lse), call.learned_sinks
+    if sinks is None:
+        return grads
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - (0.0 if dlse is None else dlse)
+    # Without keys and sink, and for nonexistent queries, whose dout may be NaN, lse is -inf.
+    return *grads, torch.where(lse.isneginf(), 0.0, (sinks.to(lse.dtype)[:, None] - lse).exp() * -delta)
+
+
+def _backward_without_sinks(call, dout, dlse, out, lse):
     (q, k, v), mask, scale, variant = call[:3], call.table, call.scale, call.rest
     drel_bias = None
     if dlse is None and _can_use_aten_directly(q, v, mask, variant):

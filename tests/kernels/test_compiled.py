@@ -14,10 +14,7 @@ SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 # Kernels with products of key blocks chosen by query.
 OF_SELECTIONS = {"picked_parts", "visit_blocks", "picked_grads", "always_grads", "hopper_picked_parts", "hopper_picked_grads"}
 # Those without products, which add or convert what others read or wrote.
-WITHOUT_PRODUCTS = (
-    "sum_shares",
-    *(f"hopper_{name}" for name in ("prepare", "finish", "combine", "bound", "quantize", "scale", "summarize")),
-)
+WITHOUT_PRODUCTS = tuple(f"hopper_{name}" for name in ("prepare", "finish", "combine", "bound", "quantize", "scale", "summarize"))
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_scores_that_rise_far_from_key_to_key_are_right(spec, head_dim):
 UNCOVERED = "shifted(documents((0, 129, 257, 258, 400)), 0)"
 WINDOW = "causal & local(100)"
 TERMS = ("softcap", "alibi of batch", "frozen bias", "short frozen bias", "own", "kv_lens of nothing", "q_lens", "starts")
-ALL = ("softcap", "alibi", "frozen bias", "own", "lengths")
+ALL = ("softcap", "alibi", "frozen bias", "own", "lengths", "sinks")
 UNDER = {
     "causal": ("causal", 300, 300, 128),
     "dense, ragged": (None, 270, 310, 128),
@@ -80,7 +80,7 @@ OF_TERMS = [*(((term,), "causal", 64) for term in (*TERMS, "dropout", "lengths")
 OF_TERMS += [(("lengths",), "dense, ragged", 128), (("lengths",), "blocks of 64", 64), (("lengths",), "bits", 256)]
 OF_TERMS += [(ALL, "whole blocks", 128), (ALL, "blocks of 64", 64), (ALL, "dense, ragged", 192)]
 OF_TERMS += [((*ALL, "dropout"), *under) for under in (("dense, ragged", 64), ("blocks of 256", 64), ("bits", 256))]
-REPEATABLE = [(("lengths",), "bits", 96), (("lengths", "softcap", "alibi", "frozen bias", "dropout"), "causal", 96)]
+REPEATABLE = [(("lengths",), "bits", 96), (("lengths", "softcap", "alibi", "frozen bias", "dropout", "sinks"), "causal", 96)]
 
 
 @parametrize("terms, under, head_dim, deterministic", [*((*row, False) for row in OF_TERMS), *((*row, True) for row in REPEATABLE)])

@@ -13,7 +13,7 @@ class KernelVariant(NamedTuple):
 
     seed: int64, used with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
     float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE. sinks: (heads,), of forward
-    passes.
+    passes, and of backward passes with sinks_gradient, (batch, heads, q_len) float32, the term of each query.
     """
 
     seed: Any = None
@@ -28,6 +28,7 @@ class KernelVariant(NamedTuple):
     rel_bias_gradient: Any = None
     params: Any = None
     sinks: Any = None
+    sinks_gradient: Any = None
 
 
 NO_VARIANT = KernelVariant()
@@ -37,11 +38,14 @@ NO_SWITCHES = {"SCORED": False, "REACH": 0, "SCORE": None, "DERIVATIVE": None}
 
 
 def kernel_variant(
-    variant, rel_bias_gradient: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+    variant,
+    rel_bias_gradient: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    sinks_gradient: torch.Tensor | None = None,
 ) -> tuple[KernelVariant, dict, tuple]:
-    """(the kernel's argument, its switches, the key of what Triton specializes on). sinks: of kernels that add sinks."""
+    """(the kernel's argument, its switches, the key of what Triton specializes on). sinks: of kernels that read sinks."""
     if variant is None and sinks is not None:
-        return NO_VARIANT._replace(sinks=sinks), NO_SWITCHES, (sinks.dtype,)
+        return NO_VARIANT._replace(sinks=sinks, sinks_gradient=sinks_gradient), NO_SWITCHES, (sinks.dtype,)
     if variant is None:
         return NO_VARIANT, NO_SWITCHES, ()
     given = KernelVariant(
@@ -57,6 +61,7 @@ def kernel_variant(
         rel_bias_gradient,
         variant.score_params or None,
         sinks,
+        sinks_gradient,
     )
     switches = {
         "SCORED": variant.scored,

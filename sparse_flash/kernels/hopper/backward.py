@@ -34,8 +34,8 @@ TILE = 64  # rows of a tile of sums
 
 
 def attention_backward(call, dout, dlse, out, lse):
-    """Returns dq, dk, dv like q, k, v. Unless the call is deterministic, tiles are added to dQ in an order that differs from run to
-    run, and also to dK and dV if query heads share keys.
+    """Returns dq, dk, dv like q, k, v, then sums of ``sink_terms``, (batch, heads, tiles), if sinks are learned. Unless the call is
+    deterministic, tiles are added to dQ in an order that differs from run to run, and also to dK and dV if query heads share keys.
 
     call: an ``AttentionCall`` with table blocks of 64 to 256. head_dim: 33 to 256; v's is the same, or 65 to 128 if that of q and k
     is 129 or more. dlse: (batch, heads, q_len) float32, or None. Other tensors: float16 or bfloat16.
@@ -45,7 +45,7 @@ def attention_backward(call, dout, dlse, out, lse):
     # Hooks of saved tensors may have changed how they lie in memory.
     key = attention_backward_kernel.fn, dlse is None, *layouts(inputs)
     run = partial(_run, call, dout, dlse, out, lse)
-    return tuple(launch_or_repeat(call.launches, key, call.table, inputs, run)[:3])
+    return tuple(launch_or_repeat(call.launches, key, call.table, inputs, run)[: 3 + (call.learned_sinks is not None)])
 
 
 def _run(call, dout, dlse, out, lse, recording):
@@ -53,11 +53,11 @@ def _run(call, dout, dlse, out, lse, recording):
     if not all(map(is_addressable, (dout, out, q, k, v))):
         dout, out, *ready = (as_addressable(t) for t in (dout, out, q, k, v))
         gradients = attention_backward(call.on(*ready), dout, dlse, out, lse)
-        return tuple(map(restore_layout, gradients, ready, (q, k, v)))
+        return *map(restore_layout, gradients, ready, (q, k, v)), *gradients[3:]
     of_variant, deterministic = hopper_variant(call.rest), call.deterministic
     tables = blocks_by_document(q.shape[3], v.shape[3], call.table, of_variant is PLAIN) or call.table
     space = _workspace(q, k, v, tables, deterministic, of_variant)
-    tensors = _allocate_tensors(recording, dout, dlse, q, k, v, out, lse, deterministic, space)
+    tensors = _allocate_tensors(recording, dout, dlse, q, k, v, out, lse, deterministic, space, sinks=call.learned_sinks)
     _launch(recording, tensors, space, tables, call.scale, dlse is not None, deterministic, of_variant)
     return tensors.gradients
 
@@ -118,10 +118,12 @@ class BackwardTensors(NamedTuple):
     kv_sums: torch.Tensor
     bounds: torch.Tensor
     queue: torch.Tensor
+    sinks: torch.Tensor | None  # if they are learned
+    sink_sums: torch.Tensor | None  # for their gradient
 
     @property
-    def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.dq, self.dk, self.dv
+    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        return self.dq, self.dk, self.dv, self.sink_sums
 
 
 def _allocate_tensors(
@@ -137,10 +139,12 @@ def _allocate_tensors(
     space: "_Workspace",
     gradients: tuple | None = None,
     workspace: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> BackwardTensors:
-    """gradients, workspace: the tensors to use, or None for new ones."""
+    """gradients, workspace: the tensors to use, or None for new ones. sinks: if they are learned."""
     kind = {"dtype": torch.float32, "device": q.device}
     gradients = gradients or [recording.fresh(torch.empty_like(t)) for t in (q, k, v)]
+    sink_sums = None if sinks is None else recording.fresh(torch.empty(*q.shape[:2], space.padded_q // ROWS, **kind))
     if workspace is None:
         workspace = recording.fresh(torch.empty(space.dq_sums + space.rows, **kind))
     kv_sums = workspace
@@ -150,7 +154,7 @@ def _allocate_tensors(
     bounds = recording.each_time(partial(torch.zeros, (2, k.shape[0] * k.shape[1]), **kind)) if deterministic else lse
     queue = recording.each_time(partial(tile_queue, q.device))
     dlse = lse if dlse is None else dlse
-    return BackwardTensors(q, k, v, dout, out, lse, dlse, *gradients, workspace, kv_sums, bounds, queue)
+    return BackwardTensors(q, k, v, dout, out, lse, dlse, *gradients, workspace, kv_sums, bounds, queue, sinks, sink_sums)
 
 
 class _Workspace(NamedTuple):
@@ -192,7 +196,7 @@ def _launch(recording, tensors, space: _Workspace, tables, scale, has_dlse: bool
     launches = BackwardLaunches(tensors, space, tables, scale, has_dlse, deterministic, of_variant, config)
     if deterministic:
         recording.launch(bound_kernel, launches.bound(), of_variant.kinds)
-    recording.launch(prepare_kernel, launches.prepare())
+    recording.launch(prepare_kernel, launches.prepare(), (tensors.sinks is not None and tensors.sinks.dtype,))
     recording.launch(attention_backward_kernel, launches.add_tiles(), of_variant.kinds)
     recording.launch(finish_kernel, launches.finish_dq())
     _finish_dkv(recording, launches)
@@ -297,6 +301,8 @@ class BackwardLaunches(NamedTuple):
             self.rows,
             tensors.bounds,
             self.starts,
+            tensors.sinks,
+            tensors.sink_sums,
             heads,
             heads // tensors.k.shape[1],
             q_len,

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from ..common.grid import tile_and_batch_head
 from ..common.tiles import LOG2_E, load_tile, store_tile
+from ..portable.sinks import sink_terms
 
 
 @triton.jit(do_not_specialize=["kv_heads", "kv_len"])
@@ -61,6 +62,8 @@ def prepare_kernel(
     rows_ptr,
     bounds_ptr,
     starts_ptr,
+    sinks,
+    sink_sums,
     heads,
     group,
     q_len,
@@ -78,7 +81,8 @@ def prepare_kernel(
     """Stores rows for the steps, padded to whole tiles: lse in base 2, +inf if the query keeps nothing; and delta =
     rowsum(dOut * Out) - dLse. With dropout, delta is multiplied by the kept share, by which gradients are divided at the end. Also
     stores zeros, to which dQ is added. With FIXED, also stores the power of two that is the unit of the query's dQ. CUT: whether
-    some queries may not exist, whose rows of out and dout may hold anything. starts_ptr: see ``_tokens_of``."""
+    some queries may not exist, whose rows of out and dout may hold anything. starts_ptr: see ``_tokens_of``. sinks: (heads,), or
+    None if no gradient of sinks is needed. sink_sums: (batch, heads, tiles), the sum of a tile's ``sink_terms``."""
     tile, batch_head = tile_and_batch_head(padded_q_len // TILE)
     batch_heads = tl.num_programs(0) // (padded_q_len // TILE)
     batch = batch_head // heads
@@ -97,6 +101,9 @@ def prepare_kernel(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + row, mask=query < stop, other=0.0)
     delta = tl.where(lse == float("inf"), 0.0, delta)
+    if sinks is not None:
+        terms = sink_terms(tl.load(sinks + head), lse, delta)
+        tl.store(sink_sums + batch_head * (padded_q_len // TILE) + tile, tl.sum(terms, 0))
     if DROPOUT:
         delta *= share
     padded = batch_head.to(tl.int64) * padded_q_len + (first_padded + tl.arange(0, TILE))

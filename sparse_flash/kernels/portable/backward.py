@@ -61,6 +61,7 @@ from .row_loop import (
     slot_and_batch_head,
 )
 from .scores import add_bias_gradient, compute_scores, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
+from .sinks import sink_terms
 
 
 class _Tensors(NamedTuple):
@@ -173,10 +174,13 @@ def _compute_grad_q(slot, batch_head, tensors, dq_tensor, scale, rows, table, si
     if Q_CUT:
         exists = is_valid(valid, query)
         delta = tl.where(exists, delta, 0.0)
-    if Q_CUT or has_padding(variant.kv_starts, variant.kv_lens) or scoring.SCORED:
+    if Q_CUT or has_padding(variant.kv_starts, variant.kv_lens) or scoring.SCORED or variant.sinks is not None:
         lse = tl.where(lse == -float("inf"), float("inf"), lse)  # weights of 0, not NaN, for queries that keep nothing
     if tensors.delta is not None:
         tl.store(tensors.delta + first_row + query, delta, mask=query < sizes.q_len)
+    if variant.sinks is not None:
+        terms = sink_terms(tl.load(variant.sinks + tile.head), lse, delta)
+        tl.store(variant.sinks_gradient + first_row + query, terms, mask=query < sizes.q_len)
     dq = tl.zeros([TILE_M, sizes.DIM], tl.float32)
     operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(variant, tile))
     beyond = ()
@@ -409,19 +413,19 @@ def grad_qkv_kernel(
 
 
 def attention_backward(call, dout, dlse, out, lse):
-    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if it is learned. call: an ``AttentionCall``. dlse may be
-    None."""
+    """dq, dk, dv like q, k, v, then the gradient of rel_bias and the terms of the gradient of sinks, (batch, heads, q_len), each if
+    it is learned. call: an ``AttentionCall``. dlse may be None."""
     dlse, learned = None if dlse is None else dlse.contiguous(), call.rest is not None and call.rest.learned
     inputs = dout, out, lse, *(() if dlse is None else (dlse,)), *call.inputs()
     # Hooks of saved tensors may have changed their layouts.
     key = grad_q_kernel.fn, dlse is None, *layouts(inputs)
     run = partial(_run, call, dout, dlse, out, lse)
     gradients = launch_or_repeat(None if learned else call.launches, key, call.table, inputs, run)
-    return tuple(gradients[: 4 if learned else 3])
+    return tuple(gradients[: 3 + learned + (call.learned_sinks is not None)])
 
 
 def _run(call, dout, dlse, out, lse, recording):
-    (q, k, v), mask, variant = call[:3], call.table, call.rest
+    (q, k, v), mask, variant, sinks = call[:3], call.table, call.rest, call.learned_sinks
     if not all(map(is_addressable, (dout, out, q, k, v))):
         dout, out, *ready = (as_addressable(t) for t in (dout, out, q, k, v))
         gradients = attention_backward(call.on(*ready), dout, dlse, out, lse)
@@ -432,14 +436,16 @@ def _run(call, dout, dlse, out, lse, recording):
     tokens = len(q) * (heads * q_len + kv_heads * kv_len)
     one_launch = not learned and takes_one_launch(tokens, multiprocessors(q.device))  # without atomics, which a learned bias needs
     dq, dk, dv = (recording.fresh(torch.empty_like(t)) for t in (q, k, v))
+    of_sinks = None if sinks is None else recording.fresh(torch.empty_like(lse))
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv, "lse": lse}
     tensors["dlse"] = lse if dlse is None else dlse
     dims = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     passes = Passes(recording, tensors, mask, call.scale, *dims, dlse is not None)
+    of_queries = kernel_variant(variant, drel_bias, sinks, of_sinks)
     if one_launch:
-        passes.run("grad_qkv", grad_qkv_kernel, kernel_variant(variant))
+        passes.run("grad_qkv", grad_qkv_kernel, of_queries)
     else:
         tensors["delta"] = recording.fresh(torch.empty_like(lse))
-        passes.run("grad_q", grad_q_kernel, kernel_variant(variant, drel_bias))
+        passes.run("grad_q", grad_q_kernel, of_queries)
         passes.run("grad_kv", grad_kv_kernel, kernel_variant(variant))
-    return dq, dk, dv, drel_bias
+    return [t for t in (dq, dk, dv, drel_bias, of_sinks) if t is not None]
