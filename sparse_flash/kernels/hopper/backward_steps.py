@@ -220,7 +220,7 @@ def _pointers(pointer, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     LANES: gl.constexpr = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
     WARPS: gl.constexpr = [[0, 128], [0, 256], [2 * ALONG, 0]]
     OF_WARPS: gl.constexpr = 2 if gl.num_warps() == 4 else 3
-    DOWN: gl.constexpr = 4 if ALONG == 2 else 5 if ALONG == 4 else 6 if ALONG == 8 else 7
+    DOWN: gl.constexpr = 3 if ALONG == 1 else 4 if ALONG == 2 else 5 if ALONG == 4 else 6 if ALONG == 8 else 7
     layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[:DOWN], LANES, WARPS[:OF_WARPS], [], [ROWS, 512])
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, 512, layout=gl.SliceLayout(0, layout))

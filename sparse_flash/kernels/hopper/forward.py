@@ -426,7 +426,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         q = stage_pieces(p.q, turn + 1, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES)
         keys = stage_pieces(p.k, step + 1, 0, p.SHAPE.PIECES)
         started_scores = start_pieces_product(q, keys, zeros, p.SHAPE.USED)
-        sums, running_sum = p.weights.add_values(started_values, sums, running_sum, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
+        sums, running_sum = p.weights.add_values(started_values, sums, running_sum, 2 if p.SHAPE.USED < p.SHAPE.DIM else p.SHAPE.PIECES)
         p.v.release(step)
 
         running_max, running_sum = p.weights.of_rows(running_max, running_sum, row_layout)

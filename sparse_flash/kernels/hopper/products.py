@@ -196,9 +196,9 @@ def _write_part(pointer, stride, rows, columns, numbers, FIRST: gl.constexpr):
     # Threads that share a row exchange pairs of numbers, so that each stores 16 bytes.
     WIDTH: gl.constexpr = numbers.shape[1]
     REGISTERS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]]
-    LANES: gl.constexpr = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    LANES: gl.constexpr = [[0, 8], [8, 0] if WIDTH == 16 else [0, 16], [1, 0], [2, 0], [4, 0]]
     WARPS: gl.constexpr = [[16, 0], [32, 0]]
-    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[: 4 + WIDTH // 64], LANES, WARPS, [], [numbers.shape[0], WIDTH])
+    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[: 3 if WIDTH == 16 else 4 + WIDTH // 64], LANES, WARPS, [], [numbers.shape[0], WIDTH])
     _store_existing(pointer, stride, rows, columns, numbers, FIRST, layout)
 
 
