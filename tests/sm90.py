@@ -51,9 +51,9 @@ def attention() -> Cases:
     yield from portable()
     for dim in (64, 128):
         yield from hopper_to_128(dim)
-    # Products over 96 of 128 columns.
-    yield hopper("", 96, passes=("forward",))
-    yield hopper("", 96, "causal", split=True)
+    # Products over 80 and 96 of 128 columns.
+    yield hopper("", 80, passes=("forward",))
+    yield hopper("", 80, "causal", split=True)
     yield hopper("", 96, "causal", deterministic=True)
     yield from wide_hopper()
 

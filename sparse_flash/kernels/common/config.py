@@ -37,4 +37,4 @@ def padded_head_dim(head_dim: int) -> int:
 
 def used_columns(head_dim: int) -> int:
     """Returns how many columns the products of Hopper kernels cover."""
-    return next(columns for columns in (64, 96, 128, 192, 256) if head_dim <= columns)
+    return next(columns for columns in (64, 80, 96, 128, 192, 256) if head_dim <= columns)

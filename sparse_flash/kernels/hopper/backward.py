@@ -370,7 +370,7 @@ class BackwardLaunches(NamedTuple):
         return backward_shape(config, *of_heads, tables and tables.block_size, *sums, ragged, *of_variant)
 
     def finish_dq(self):
-        return self._finish(self.tensors.dq, self.sums, 1, self.space.padded_q, self.factors[0], self.dim, self.shape.ALL_PIECES)
+        return self._finish(self.tensors.dq, self.sums, 1, self.space.padded_q, self.factors[0], self.dim)
 
     def finish_dkv(self) -> Iterator[tuple]:
         tensors, space = self.tensors, self.space
@@ -382,11 +382,11 @@ class BackwardLaunches(NamedTuple):
             yield self._finish(tensors.dk, dk_sums, members, space.padded_kv, of_keys, self.dim)
             yield self._finish(tensors.dv, dv_sums, members, space.padded_kv, of_values, self.dim_v)
 
-    def _finish(self, grad, sums, members: int, length: int, factor: float, dim: int, pieces: int = 1):
+    def _finish(self, grad, sums, members: int, length: int, factor: float, dim: int):
         batch, heads = grad.shape[:2]
         target = descriptor_or_rows(grad, TILE, dim) if self.starts is None else as_rows(grad, dim)
         arguments = [target, sums, self.rows[2 if self.deterministic else 0], self.starts, heads, members, length, factor]
-        constants = {"DIM": dim, "TILE": TILE, "PIECES": pieces, "FIXED": sums.dtype == torch.int32}
+        constants = {"DIM": dim, "TILE": TILE, "FIXED": sums.dtype == torch.int32}
         constants["TABLE_BLOCK"] = self.start_block_size
         return (length // TILE * batch * heads, 1), arguments, constants, self.row_options
 

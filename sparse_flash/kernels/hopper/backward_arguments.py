@@ -94,20 +94,20 @@ class BackwardShape:
         return -(-self.USED // self.COLUMNS)
 
     @property
-    def ALL_PIECES(self) -> int:
-        """Pieces of 64 queries."""
-        return self.DIM // self.COLUMNS
-
-    @property
     def GROUP_PIECES(self) -> int:
         """Pieces that a warp group of ``paired_backward`` computes in each step: with ACROSS, it computes one more in every second
         step."""
-        return 1 if self.PARTS == 2 else self.ALL_PIECES
+        return 1 if self.PARTS == 2 else 2
+
+    @property
+    def PIECE_COLUMNS(self) -> tuple[int, int]:
+        """Columns in use of the first two pieces of ``paired_backward``."""
+        return 64, min(self.USED - 64, 64)
 
     @property
     def SENT_ROWS(self) -> int:
-        """Rows of 256 numbers of dQ that are sent at once: a step's, half a piece, or a piece."""
-        return self.QUERIES // 4 if self.NARROW else 8 if self.WIDE else 16
+        """Rows of 256 numbers of dQ that are sent at once: a step's, half a piece, or as many as the second piece has."""
+        return self.QUERIES // 4 if self.NARROW else 8 if self.WIDE else self.PIECE_COLUMNS[1] // 4
 
     @property
     def LATE(self) -> bool:

@@ -209,26 +209,31 @@ def _send_dq(p, own, tile, turn, row, step, last):
             own.dq.wait(step + turn)
             # The warps that hand over dQ have finished all products with the values.
             p.v.release(turn, pred=step == last)
-            _send_rows(p, own.dq, step + turn, sum_row)
+            _send_rows(p, own.dq, step + turn, sum_row, 0)
         elif p.SHAPE.WIDE:
             _send_halves(p, own.dq, step, sum_row)
         else:
             sent = sent_before(p, step, own.GROUP)
             for number in gl.static_range(p.SHAPE.GROUP_PIECES):
-                _send_rows(p, own.dq, sent + number, sum_row + (own.GROUP + number) * p.SHAPE.SENT_ROWS)
+                _send_rows(p, own.dq, sent + number, sum_row, own.GROUP + number)
             if p.SHAPE.ACROSS > 1:
                 if step % 2 == own.GROUP:
-                    _send_rows(p, own.dq, sent + 1, sum_row + 2 * p.SHAPE.SENT_ROWS)
+                    _send_rows(p, own.dq, sent + 1, sum_row, 2)
         entry = p.scheduler.next_step(tile, entry)
         step += 1
     return step
 
 
 @gluon.jit
-def _send_rows(p, ring, sent, row):
-    rows, tensor = ring.data, p.grads.dq_rows
+def _send_rows(p, ring, sent, row, PIECE: gl.constexpr):
+    """Adds a piece of dQ of a step whose sums are from ``row`` on."""
+    tensor = p.grads.dq_rows
+    # The second piece has as many rows as are sent at once; the others may have more.
+    BOXES: gl.constexpr = 1 if PIECE == 1 else ring.data.shape[0]
     ring.wait(sent)
-    async_add(tensor, [row, 0], view(rows, tensor.dtype, rows.shape, tensor.layout))
+    for box in gl.static_range(BOXES):
+        rows = view(ring.data.index(box), tensor.dtype, [p.SHAPE.SENT_ROWS, 256], tensor.layout)
+        async_add(tensor, [row + (PIECE * 16 + box * p.SHAPE.SENT_ROWS), 0], rows)
     store_wait(0)
     ring.release(sent)
 
@@ -308,7 +313,7 @@ def _send_wide_results(p, own, tile, turn):
 @gluon.jit
 def _run_narrow(p):
     dscores = allocate_tiles(p.inputs.q.dtype, 1, p.SHAPE.QUERIES, p.SHAPE.KEYS)
-    dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.SENT_ROWS, 256], p.grads.dq_rows.layout)
+    dq = gl.allocate_shared_memory(gl.float32, [1, p.SHAPE.SENT_ROWS, 256], p.grads.dq_rows.layout)
     own = NarrowBuffers(dscores, new_ring(dq, 1))
     # TMA signals the barriers, so it must see that they are initialized.
     fence_async_shared()
@@ -326,7 +331,7 @@ def _new_group(p, GROUP: gl.constexpr):
     if p.SHAPE.PARTS == 2:
         dscores = new_linked_ring(p.q, tiles, 2)
         done = new_linked_ring(p.k, p.k.data, 1)
-    dq = gl.allocate_shared_memory(gl.float32, [p.SHAPE.SENT_ROWS, 256], p.grads.dq_rows.layout)
+    dq = gl.allocate_shared_memory(gl.float32, [16 // p.SHAPE.SENT_ROWS, p.SHAPE.SENT_ROWS, 256], p.grads.dq_rows.layout)
     ready = new_linked_ring(p.k, p.k.data, 1)
     return PairedGroup(tiles, dscores, new_ring(dq, 1), done, ready, GROUP)
 

@@ -126,12 +126,9 @@ def prepare_kernel(
 
 
 @triton.jit
-def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr):
-    """Reverses ``to_register_order``: returns a (TILE, DIM) tile from TILE * DIM numbers. PIECES: pieces of columns, one after the
-    other."""
-    ALONG: tl.constexpr = DIM // (16 * PIECES)
-    parts = sums.reshape(PIECES, 2, ALONG, TILE // 16, 8, 4, 2, 2).permute(3, 6, 4, 0, 2, 1, 5, 7)
-    return parts.reshape(TILE, DIM)
+def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr):
+    """Reverses ``to_register_order``: returns a (TILE, DIM) tile from TILE * DIM numbers."""
+    return sums.reshape(DIM // 8, TILE // 16, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(TILE, DIM)
 
 
 @triton.jit
@@ -158,14 +155,12 @@ def finish_kernel(
     factor,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
-    PIECES: tl.constexpr,
     FIXED: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
 ):
     """Makes a gradient of its sums, which are in register order: multiplies them by a factor, and converts them to the dtype and
-    memory order of the gradient. group: how many consecutive sums make one gradient. TILE: rows of the added tiles. PIECES: see
-    ``_from_register_order``. FIXED: whether sums are integers, in units of a power of two per row. starts_ptr: see
-    ``_tokens_of``."""
+    memory order of the gradient. group: how many consecutive sums make one gradient. TILE: rows of the added tiles. FIXED: whether
+    sums are integers, in units of a power of two per row. starts_ptr: see ``_tokens_of``."""
     # Begins with the sums that were added to last, which are in the L2 cache.
     tiles = padded_len // TILE
     number = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -174,7 +169,7 @@ def finish_kernel(
     for member in range(group):
         row = (batch_head.to(tl.int64) * group + member) * padded_len + first
         sums += tl.load(sums_ptr + row * DIM + tl.arange(0, TILE * DIM)).to(tl.float32)
-    grad = _from_register_order(sums, TILE, DIM, PIECES) * factor
+    grad = _from_register_order(sums, TILE, DIM) * factor
     if FIXED:
         unit = tl.load(unit_ptr + batch_head.to(tl.int64) * padded_len + first + tl.arange(0, TILE))
         grad = grad / unit[:, None]
@@ -233,4 +228,4 @@ def _sum_of_splits(sums_ptr, split, count, TILE: tl.constexpr, DIM: tl.constexpr
     for _ in range(count):
         sums += tl.load(sums_ptr + split * (TILE * DIM) + tl.arange(0, TILE * DIM))
         split += TILES
-    return _from_register_order(sums, TILE, DIM, 1)
+    return _from_register_order(sums, TILE, DIM)

@@ -168,7 +168,7 @@ def to_register_order(grad):
     DIM: gl.constexpr = grad.shape[1]
     ACROSS: gl.constexpr = gl.num_warps() * 16 // ROWS
     pieces = grad.reshape([ROWS // 64, 4, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2])
-    return pieces.permute((0, 4, 6, 5, 1, 3, 7, 2, 8)).reshape([ROWS * DIM // 256, 256])
+    return pieces.permute((0, 4, 5, 6, 1, 3, 7, 2, 8)).reshape([ROWS * DIM // 256, 256])
 
 
 @gluon.jit
@@ -176,7 +176,7 @@ def dq_rows(p, dq, unit):
     """Returns a piece of dQ in register order, as integers if FIXED. unit: of its queries; only read with FIXED."""
     numbers = dq
     if p.SHAPE.FIXED:
-        numbers = _round_to_int(dq * unit[:, None])
+        numbers = _round_to_int(dq * gl.convert_layout(unit, gl.SliceLayout(1, dq.type.layout))[:, None])
     return to_register_order(numbers)
 
 
@@ -212,17 +212,12 @@ def _add_or_store(pointer, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE
 def _pointers(pointer, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Returns (columns in register order, their addresses), for the columns from FIRST on of a tile of WIDTH columns, with 16 rows
     for each warp."""
-    ALONG: gl.constexpr = numbers.shape[1] // 16
-    ROWS: gl.constexpr = 2 * ALONG * (gl.num_warps() // 4)
+    ALONG: gl.constexpr = numbers.shape[1] // 8
+    ROWS: gl.constexpr = ALONG * (gl.num_warps() // 4)
     rows = to_register_order(numbers).reshape([ROWS, 512])
     # A thread holds 16 adjacent bytes of each row.
-    REGISTERS: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
-    LANES: gl.constexpr = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
-    WARPS: gl.constexpr = [[0, 128], [0, 256], [2 * ALONG, 0]]
-    OF_WARPS: gl.constexpr = 2 if gl.num_warps() == 4 else 3
-    DOWN: gl.constexpr = 4 if ALONG == 2 else 5 if ALONG == 4 else 6 if ALONG == 8 else 7
-    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[:DOWN], LANES, WARPS[:OF_WARPS], [], [ROWS, 512])
+    layout: gl.constexpr = gl.BlockedLayout([ALONG, 4], [1, 32], [gl.num_warps() // 4, 4], [1, 0])
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, 512, layout=gl.SliceLayout(0, layout))
-    row = row // ALONG * (WIDTH // 16) + (FIRST // 16 + row % ALONG)
+    row = row // ALONG * (WIDTH // 8) + (FIRST // 8 + row % ALONG)
     return gl.convert_layout(rows, layout), pointer + ((row * 512)[:, None] + column[None, :])

@@ -371,6 +371,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.KEYS, DEPTH])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     zeros = gl.zeros([GROUP_QUERIES, p.SHAPE.KEYS], gl.float32, layout=score_layout)
+    SCORE_PRODUCTS: gl.constexpr = 2 if p.SHAPE.USED < p.SHAPE.DIM else p.SHAPE.PIECES
     no_values = new_sums(GROUP_QUERIES, p.SHAPE.DIM_V, p.SHAPE.USED_V, DEPTH)
 
     step = 0
@@ -426,7 +427,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         q = stage_pieces(p.q, turn + 1, HALF_INDEX * p.SHAPE.PIECES, p.SHAPE.PIECES)
         keys = stage_pieces(p.k, step + 1, 0, p.SHAPE.PIECES)
         started_scores = start_pieces_product(q, keys, zeros, p.SHAPE.USED)
-        sums, running_sum = p.weights.add_values(started_values, sums, running_sum, 2 if p.SHAPE.USED == 96 else p.SHAPE.PIECES)
+        sums, running_sum = p.weights.add_values(started_values, sums, running_sum, SCORE_PRODUCTS)
         p.v.release(step)
 
         running_max, running_sum = p.weights.of_rows(running_max, running_sum, row_layout)

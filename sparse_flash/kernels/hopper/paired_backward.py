@@ -4,9 +4,10 @@ Each warp group computes the weights of its 64 keys, and their dK and dV. The gr
 scores of both groups, and computes some of the columns. While one group computes exponentials, the products of the other keep the
 tensor cores busy. Tiles of 64 keys have one group. ``backward_arguments`` numbers a step's products.
 
-Up to head_dim 128, each of two groups computes half of dQ's columns. In a step's order of products, dQ comes before dK, and passes
-through shared memory during dK's product, which reads only one operand there. From 129 on, dQ has three pieces of 64 columns, and
-the groups alternate in computing the third. In shared memory, q and k are then three tiles of 64 columns, without zeros.
+Up to head_dim 128, one of two groups computes 64 of dQ's columns, and the other the rest in use. In a step's order of products, dQ
+comes before dK, and passes through shared memory during dK's product, which reads only one operand there. From 129 on, dQ has three
+pieces of 64 columns, and the groups alternate in computing the third. In shared memory, q and k are then three tiles of 64 columns,
+without zeros.
 
 The gradients of scores have two stages. No barrier releases a stage: a group stores its gradients of step n + 2 only after the
 other group has stored its gradients of step n + 1. By then the other group has waited for its dQ of step n.
@@ -43,7 +44,6 @@ from .products import (
     wait_for_sums,
 )
 
-COLUMNS = gl.constexpr(64)  # of a piece of dQ
 PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
@@ -59,26 +59,27 @@ def sent_before(p, step, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _start_dq(p, own, other, step, turn, piece):
+def _start_dq(p, own, other, step, turn, piece, WIDTH: gl.constexpr = 64):
     """Starts the products of a piece of a step's dQ, one for each group. The second waits until the other group has stored its
-    gradients of scores."""
-    zeros = gl.zeros([p.SHAPE.QUERIES, COLUMNS], gl.float32, layout=PIECE_LAYOUT)
-    started = warpgroup_mma(*_dq_operands(p, own, step, turn, piece), zeros, use_acc=False, is_async=True)
+    gradients of scores. WIDTH: columns of the piece."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    zeros = gl.zeros([p.SHAPE.QUERIES, WIDTH], gl.float32, layout=layout)
+    started = warpgroup_mma(*_dq_operands(p, own, step, turn, piece, WIDTH), zeros, use_acc=False, is_async=True)
     if p.SHAPE.PARTS == 2:
         other.dscores.wait(step)
-        started = warpgroup_mma(*_dq_operands(p, other, step, turn, piece), started, is_async=True)
+        started = warpgroup_mma(*_dq_operands(p, other, step, turn, piece, WIDTH), started, is_async=True)
     return started
 
 
 @gluon.jit
-def _dq_operands(p, group, step, turn, piece):
+def _dq_operands(p, group, step, turn, piece, WIDTH: gl.constexpr):
     """Returns the gradients of scores of a group, and a piece of its keys."""
     dscores = group.tiles.index(step % p.SHAPE.PARTS)
     if p.SHAPE.DIM > 128:
         operands = dscores.permute((1, 0)), p.k.stage(turn, piece + group.GROUP * p.SHAPE.ACROSS)
     else:
         keys = p.k.stage(turn, opaque_zero(step) + group.GROUP)
-        operands = dscores, keys.slice(piece * COLUMNS, COLUMNS, dim=1)
+        operands = dscores, keys.slice(piece * 64, WIDTH, dim=1)
     return operands
 
 
@@ -173,7 +174,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
         sent = sent_before(p, step, own.GROUP)
         if p.SHAPE.GROUP_PIECES == 1:
             # (5) dQ += dS K
-            started_dq = _start_dq(p, own, other, step, turn, own.GROUP)
+            started_dq = _start_dq(p, own, other, step, turn, own.GROUP, p.SHAPE.PIECE_COLUMNS[own.GROUP])
             units = _load_units(p, step, delta)
             # (4) dK += dS^T Q
             started_dk = start_product(operand, q, dk)
@@ -190,7 +191,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
             units = _load_units(p, step, delta)
             p.q.release(step)
             dq = warpgroup_mma_wait(0, deps=(started_dq,))
-            started_dq = _start_dq(p, own, other, step, turn, 1)
+            started_dq = _start_dq(p, own, other, step, turn, 1, p.SHAPE.PIECE_COLUMNS[1])
             _hand_over_dq(p, own, dq, units, sent)
             dq = warpgroup_mma_wait(0, deps=(started_dq,))
             _hand_over_dq(p, own, dq, units, sent + 1)

@@ -1,9 +1,9 @@
 """Products over head dimensions that are no power of two.
 
-A tile in shared memory has 64, 128 or 256 columns. Its last columns may be zeros. If three quarters are in use, 96 or 192, each
-product is two products: over the first half of the columns, and over the next quarter. In registers, sums over such columns are a
-tuple of one tensor, or of these two. If the zeros would cost another stage its shared memory, 192 columns are three tiles of 64
-instead: ``stage_pieces``.
+A tile in shared memory has 64, 128 or 256 columns. Its last columns may be zeros. If 80, 96 or 192 columns are in use, each product
+is two products: over 64 columns and 16 or 32 more, or over 128 and 64 more. In registers, sums over such columns are a tuple of one
+tensor, or of these two. If the zeros would cost another stage its shared memory, 192 columns are three tiles of 64 instead:
+``stage_pieces``.
 """
 
 from triton.experimental import gluon
@@ -196,9 +196,10 @@ def _write_part(pointer, stride, rows, columns, numbers, FIRST: gl.constexpr):
     # Threads that share a row exchange pairs of numbers, so that each stores 16 bytes.
     WIDTH: gl.constexpr = numbers.shape[1]
     REGISTERS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]]
-    LANES: gl.constexpr = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    LANES: gl.constexpr = [[0, 8], [8, 0] if WIDTH == 16 else [0, 16], [1, 0], [2, 0], [4, 0]]
     WARPS: gl.constexpr = [[16, 0], [32, 0]]
-    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[: 4 + WIDTH // 64], LANES, WARPS, [], [numbers.shape[0], WIDTH])
+    COUNT: gl.constexpr = 3 if WIDTH == 16 else 4 + WIDTH // 64
+    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[:COUNT], LANES, WARPS, [], [numbers.shape[0], WIDTH])
     _store_existing(pointer, stride, rows, columns, numbers, FIRST, layout)
 
 
