@@ -212,7 +212,7 @@ def _load_values(p, tile, step, cuts, batch, kv_head, position):
 
 @gluon.jit
 def _first_position(tile):
-    """Returns the first token of a tile's first step. A row that keeps nothing takes one empty step: of zeros, from past the end, as
+    """Returns the first token of a tile's first step. A row that keeps nothing takes one step of zeros, from past the end, as
     weights of 0 times NaN are NaN."""
     return gl.where(tile.end > tile.begin, tile.position, PAST_THE_END)
 
@@ -222,7 +222,7 @@ def _load_first_step(p, tile, turn, step):
     """Loads a tile's queries, and the keys of its first step. After its last tile a program computes the first scores of one more,
     and discards them."""
     batch, head = p.heads.of(tile.batch_head)
-    _load_queries(p, turn, batch, head, tile.first)
+    _load_queries(p, turn, batch, head, gl.maximum(tile.first, 0))
     _load_step(p.k, step, p.k_tensor, batch, head // p.heads.group, _first_position(tile))
 
 
