@@ -161,8 +161,9 @@ def _launches(call: DrawnCall):
     """Sets whether kernels run as in short calls, and whether Hopper's take tiles of 192 queries or blocks by document."""
     if call.sizes.backend not in ("triton", "hopper"):
         return nullcontext()
-    seed = call.sizes.seed  # the first call with a mask decides about blocks by document
-    return oracle.tiles(call.short, tall=seed % 4 == 1, by_document=seed // CALLS_PER_MASK % 3 == 0)
+    seed = call.sizes.seed  # the first call with a mask decides about blocks by document, and of 64
+    kind = seed // CALLS_PER_MASK % 3
+    return oracle.tiles(call.short, tall=seed % 4 == 1, by_document=kind == 0, fine=kind == 1, together=kind == 1)
 
 
 def _first(make: Callable, backend: str):

@@ -27,6 +27,7 @@ from sparse_flash.core import backends, description
 from sparse_flash.core.call import AttentionCall
 from sparse_flash.kernels.common.layout import empty_out
 from sparse_flash.masks import document_blocks, table
+from sparse_flash.masks import fine as fine_blocks
 from sparse_flash.masks import tall as tall_rows
 from sparse_flash.masks.pattern import PerBatch, PerHead
 
@@ -90,10 +91,10 @@ def heavy_rows_split():
 
 
 @contextmanager
-def tiles(short: bool = False, tall: bool = False, by_document: bool = False, together: bool = False):
+def tiles(short: bool = False, tall: bool = False, by_document: bool = False, fine: bool = False, together: bool = False):
     """Within it, kernels run as in short calls or as in long ones: the portable backward pass in one launch or in two, Hopper's
-    forward pass in tiles of 64 queries or of 128. tall, by_document, together: Hopper's tiles are of 192 queries, or start where
-    documents start, or are of all query heads that share a key head, wherever a mask may have such tiles."""
+    forward pass in tiles of 64 queries or of 128. tall, by_document, fine, together: Hopper's tiles are of 192 queries, or start
+    where documents start, or are blocks of 64, or are of all query heads that share a key head, wherever a mask may have these."""
     from sparse_flash.kernels.hopper import configs as hopper
     from sparse_flash.kernels.hopper import division
     from sparse_flash.kernels.portable import configs as portable
@@ -104,7 +105,8 @@ def tiles(short: bool = False, tall: bool = False, by_document: bool = False, to
         patch.setattr(hopper, "SHORT_TILES", dict.fromkeys(hopper.SHORT_TILES, limit))
         patch.setattr(hopper, "TALL_TILE_TIME", 0 if tall else never)
         patch.setattr(tall_rows, "_MOST_TIME", never)
-        patch.setattr(document_blocks, "_LEAST_GAIN", 0 if by_document else never)  # read at a mask's first use
+        for derive, wanted in ((document_blocks, by_document), (fine_blocks, fine)):
+            patch.setattr(derive, "_LEAST_GAIN", 0 if wanted else never)  # read at a mask's first use
         if together:
             patch.setattr(division, "has_short_columns", lambda *sizes: True)
         yield

@@ -22,6 +22,7 @@ from .cache import fake_tensors_if_needed, keep_if_captured, run_in_thread, to_t
 from .coarsen import KERNEL_BLOCK, is_coarse_faster
 from .compiler import compile_tables
 from .document_blocks import document_blocks
+from .fine import fine_blocks
 from .fit import check_fit
 from .grid import BlockGrid
 from .mask_tables import MaskTables
@@ -198,6 +199,11 @@ class BlockMask(MaskTables):
     def tall(self) -> KernelTables | None:
         """``by_query`` in rows of 192 queries, for forward kernels that are faster over these, or None: see ``_derive_once``."""
         return self._derive_once("_tall", tall_rows)
+
+    @property
+    def fine(self) -> KernelTables | None:
+        """Both tables in blocks of 64, if a forward kernel is faster over these, or None: see ``_derive_once``."""
+        return self._derive_once("_fine", fine_blocks)
 
     @property
     def by_document(self) -> KernelTables | None:

@@ -20,6 +20,7 @@ from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from ..masks.cache import fake_tensors_if_needed
 from ..masks.document_blocks import document_tables
+from ..masks.fine import FINE
 from ..masks.select_blocks import build_work
 from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, KernelTables, Table, most_splits
 from .documents import BLOCK, PackedDocuments, most_blocks, read_sizes
@@ -27,8 +28,9 @@ from .long_document import LongRuns, long_document
 from .moved import MovedDocuments, move_documents, sort_entries
 
 # Blocks that start where documents start pay for calls of so many tokens, with so many in a document on average, of drawn lengths,
-# under patterns of which a query keeps runs of up to so many keys (docs/performance.md).
-_LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN = 16384, 512, 1024
+# under patterns of which a query keeps runs of up to so many keys. In the forward pass, blocks of 64 pay where a query keeps few
+# keys, on average (docs/performance.md).
+_LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN, _MOST_KEYS = 16384, 512, 1024, 384
 
 
 def pack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | MovedDocuments:
@@ -38,10 +40,9 @@ def pack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | No
     (starts, tokens, longest), device = q_side, q_side.cu_seqlens.device
     is_plain = is_plain_eager(starts, k_side.cu_seqlens)
     documents = starts.shape[0] - 1
-    by_document = keys is None and is_plain and can_use_kernels(device) and documents > 1
-    if by_document and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN):
+    if keys is None and is_plain and can_use_kernels(device) and documents > 1:
         long_runs = long_document(pattern, longest, longest, True, device).runs
-        if long_runs is not None and long_runs.longest >= _LEAST_RUN:
+        if long_runs is not None:
             return _MaskOfDocuments(long_runs, starts, tokens, longest)
     sizes = tokens, longest, *k_side[1:], keys is None
     plan, constants = _make_plan(pattern, *sizes, device)
@@ -84,7 +85,9 @@ def _assemble(
     with current_device(runs.device):
         queries = lay_out(q_starts, q_tokens, q_longest)
         keys = queries if shares_documents else lay_out(k_starts, k_tokens, k_longest)
-    return _fill_tables(queries, keys, runs, -(-q_tokens // BLOCK), -(-k_tokens // BLOCK), before * BLOCK, entries, tiles)
+    most = _most_blocks_of_rows(q_tokens, q_longest, k_tokens, k_longest, shares_documents)
+    blocks = -(-q_tokens // BLOCK), -(-k_tokens // BLOCK)
+    return _fill_tables(queries, keys, runs, *blocks, before * BLOCK, entries, tiles, most)
 
 
 _assemble_operator = torch.library.custom_op(operator_name("assemble_runs"), _assemble, mutates_args=())
@@ -94,20 +97,31 @@ _assemble_operator = torch.library.custom_op(operator_name("assemble_runs"), _as
 def _(runs, q_starts, k_starts, q_tokens, q_longest, k_tokens, k_longest, shares_documents, before, entries, tiles):
     # No size is an argument's: a length that is known only as an argument's is no number in a backward graph.
     blocks, shapes = (-(-q_tokens // BLOCK), -(-k_tokens // BLOCK)), []
-    for rows, longest in (blocks, blocks[::-1]):
-        splits = most_splits(longest)
+    for rows, most in zip(blocks, _most_blocks_of_rows(q_tokens, q_longest, k_tokens, k_longest, shares_documents), strict=True):
+        splits = most_splits(most)
         shapes += [(1, rows + 1), (1, rows, 2), (1, rows), (entries,), (entries,)]
         shapes += [(1, rows + splits, WORK_FIELDS), (1, max(2, splits), SPLIT_FIELDS)]
     return [runs.new_empty(shape) for shape in (*shapes, (tiles, BLOCK))]
 
 
-def _fill_tables(queries, keys, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int) -> list[torch.Tensor]:
-    """The same as ``_assemble``. Arguments as for ``fill_spans``."""
+def _most_blocks_of_rows(q_tokens, q_longest, k_tokens, k_longest, shares_documents, block: int = BLOCK) -> tuple[int, int]:
+    """The most blocks in a row and in a column. In self-attention, a row's first and last document may reach beyond its tokens."""
+    k_rows, rows = -(-k_tokens // block), -(-q_tokens // block)
+    if not shares_documents:
+        return k_rows, rows
+    most = min(rows, 2 * -(-q_longest // block) + 2)
+    return most, most
+
+
+def _fill_tables(
+    queries, keys, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int, most: tuple[int, int], block: int = BLOCK
+) -> list[torch.Tensor]:
+    """The same as ``_assemble``. most: blocks in a row and in a column. Other arguments as for ``fill_spans``."""
     from .kernels.spans import fill_spans
 
     with current_device(runs.device):
-        by_query, by_key, tile_runs, _ = fill_spans(queries, keys, runs, rows, k_rows, before, entries, tiles, BLOCK)
-        work = build_work(by_query[:3], by_key[:3], k_rows, rows)
+        by_query, by_key, tile_runs, _ = fill_spans(queries, keys, runs, rows, k_rows, before, entries, tiles, block)
+        work = build_work(by_query[:3], by_key[:3], *most)
     return [*by_query[:5], *work[0], *by_key[:5], *work[1], tile_runs]
 
 
@@ -139,12 +153,13 @@ def _assemble_by_operations(
     tile, kind = torch.where(has_tile, number, 0), has_tile.long()
     of_rows, by_query = sort_entries(torch.where(exists, 3 * row + kind, 3 * rows), col, tile, rows)
     of_columns, by_key = sort_entries(torch.where(exists, 3 * col + kind, 3 * k_rows), row, tile, k_rows)
-    work, work_by_key = build_work(of_rows, of_columns, k_rows, rows)
+    most = _most_blocks_of_rows(queries.tokens, queries.longest, keys.tokens, keys.longest, queries is keys)
+    work, work_by_key = build_work(of_rows, of_columns, *most)
     return [*of_rows, *by_query, *work, *of_columns, *by_key, *work_by_key, tile_runs]
 
 
 class _MaskOfDocuments(BlockMask):
-    """Its blocks may also start where documents start. Kernels make either table when a call first reads it."""
+    """Its blocks may also start where documents start, or have 64 tokens. Kernels make a table when a call first reads it."""
 
     _runs: LongRuns
     _layout: torch.Tensor
@@ -173,14 +188,34 @@ class _MaskOfDocuments(BlockMask):
 
     @cached_property
     def _grid_mask(self) -> BlockMask:
-        (runs, mask_index, tile_bits), blocks = self._runs.constants, -(-self.q_len // BLOCK)
-        tables = _fill_tables(self._layout, self._layout, runs, blocks, blocks, 0, *self._find_capacity(blocks))
-        return BlockMask.from_tensors(*self.sizes, [mask_index, *tables, tile_bits])
+        return BlockMask.from_tensors(*self.sizes, [self.mask_index, *self._fill_blocks_of(BLOCK), self.tile_bits])
+
+    @property
+    def _mean(self) -> int:
+        """The tokens of a document, on average."""
+        return self.q_len // self._layout.shape[1]
 
     @cached_property
-    def by_document(self) -> KernelTables:
+    def fine(self) -> KernelTables | None:
+        if self._runs.mean_keys(self._mean) > _MOST_KEYS:
+            return None
+        *tables, tile_runs = self._fill_blocks_of(FINE)
+        by_query, by_key = (Table(*table) for table in (tables[: len(Table._fields)], tables[len(Table._fields) :]))
+        return KernelTables(FINE, FINE, self.mask_index, by_query, by_key, (tile_runs, self.tile_bits), None, False)
+
+    def _fill_blocks_of(self, size: int) -> list[torch.Tensor]:
+        """The tensors of by_query and by_key, and tile_runs."""
+        blocks = -(-self.q_len // size)
+        entries, tiles = ((BLOCK // size) ** 2 * count for count in self._find_capacity(-(-self.q_len // BLOCK)))
+        most = _most_blocks_of_rows(self.q_len, self._longest, self.q_len, self._longest, True, size)
+        return _fill_tables(self._layout, self._layout, self._runs.constants[0], blocks, blocks, 0, entries, tiles, most, size)
+
+    @cached_property
+    def by_document(self) -> KernelTables | None:
         from .kernels.spans import fill_spans
 
+        if self.q_len < _LEAST_TOKENS or self._mean < _LEAST_MEAN or self._runs.longest < _LEAST_RUN:
+            return None
         runs, mask_index, tile_bits = self._runs.constants
         blocks, layout = most_blocks(self.q_len, self._layout.shape[1]), self._layout
         capacity = self._find_capacity(blocks)

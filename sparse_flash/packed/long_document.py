@@ -89,9 +89,15 @@ class LongRuns:
         reach = np.maximum(0, np.maximum(high, np.append(high[1:], 0)) - np.minimum(low, np.append(low[1:], 1 << 30)))
         self._blocks = -(-reach // BLOCK) + 1
         zeros = (torch.zeros(shape, dtype=torch.int32, device="cpu") for shape in ((1, 1), (2, BLOCK, BLOCK // 32)))
-        self.longest = int((stop - first).max(initial=0))
+        kept = np.maximum(stop - first, 0)
+        self.longest, self._kept_before = int(kept.max(initial=0)), np.cumsum(kept)
         runs = torch.from_numpy(np.stack([first, stop]).astype(np.int32))
         self.constants = [t.to(device) for t in (runs, *zeros)]
+
+    def mean_keys(self, tokens: int) -> float:
+        """The keys of a query of a document of so many tokens, on average."""
+        tokens = min(max(1, tokens), len(self._kept_before))
+        return float(self._kept_before[tokens - 1]) / tokens
 
     def find_capacity(self, q_blocks: int, k_blocks: int, longest: int) -> tuple[int, int]:
         """Upper bounds on the entries and on the tiles of all documents of up to ``longest`` keys together.

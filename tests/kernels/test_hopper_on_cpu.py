@@ -111,6 +111,10 @@ OF_TILES = {
     "documents": ({"by_document": True}, "causal & documents((0, 33, 40, 200, 385))", 385, 385, {"terms": ("sinks",)}),
     "documents, both ways": ({"by_document": True}, UNCOVERED, 500, 500, {"kv_heads": 2, "head_dim": 128}),
     "documents, window": ({"by_document": True}, f"{WINDOW} & documents((0, 300, 301, 501))", 501, 501, {"deterministic": True}),
+    "fine": ({"fine": True}, "causal & documents((0, 33, 40, 200, 385))", 385, 385, {"terms": ("sinks",), "head_dim": 128}),
+    "fine, both passes": ({"fine": True, "together": True}, WINDOW, 300, 330, {}),
+    "fine, bits": ({"fine": True}, "causal & (local(70) | strided(7, block=1))", 400, 420, {"kv_heads": 2, "head_dim": 80}),
+    "fine, splits": ({"fine": True}, "causal | sinks(130)", 500, 500, {"split": True}),
     "documents, whole blocks": ({"by_document": True}, "causal & documents((0, 128, 256, 513))", 513, 513, {"batch": 2}),
 }
 
@@ -120,7 +124,7 @@ def test_calls_are_right_in_every_kind_of_tiles(name):
     kind, spec, q_len, kv_len, changed = OF_TILES[name]
     with tiles(**kind):
         if spec is not None and "short" not in kind:
-            (own_table,) = kind
+            own_table = next(iter(kind))
             assert getattr(sf.compile_mask(spec, q_len, kv_len), own_table) is not None
         assert_right(spec, q_len, kv_len, seed=len(name), **{"kv_heads": 1} | changed)
 
@@ -148,9 +152,11 @@ def test_gradients_of_tiles_that_start_where_documents_start_repeat_in_any_order
     assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, *found[1:]))
 
 
-def test_packed_documents_are_attended_to_in_tiles_that_start_where_they_start(monkeypatch):
+@parametrize("kind", ["by_document", "fine"])
+def test_packed_documents_are_attended_to_in_each_kind_of_blocks(monkeypatch, kind):
     for limit in ("_LEAST_TOKENS", "_LEAST_MEAN", "_LEAST_RUN"):
         monkeypatch.setattr(in_place, limit, 0)
+    monkeypatch.setattr(in_place, "_MOST_KEYS", 1000 if kind == "fine" else -1)
     monkeypatch.setattr(in_place, "can_use_kernels", lambda device: True)
     monkeypatch.setattr(in_place, "_assemble", None)  # nothing needs the other table
     sizes = {"heads": 2, "kv_heads": 1, "head_dim": 64, "v_head_dim": 64, "dtype": torch.float16, "backend": "hopper"}

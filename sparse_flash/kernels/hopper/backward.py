@@ -26,7 +26,7 @@ from .backward_kernel import attention_backward_kernel
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
 from .configs import BackwardConfig, backward_config
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, gluon_descriptor, table_pointers, tile_queue
-from .division import blocks_by_document, heads_together
+from .division import backward_tables, heads_together
 from .variant import PLAIN, HopperVariant, hopper_variant
 
 ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
@@ -55,7 +55,8 @@ def _run(call, dout, dlse, out, lse, recording):
         gradients = attention_backward(call.on(*ready), dout, dlse, out, lse)
         return *map(restore_layout, gradients, ready, (q, k, v)), *gradients[3:]
     of_variant, deterministic = hopper_variant(call.rest), call.deterministic
-    tables = blocks_by_document(q.shape[3], v.shape[3], call.table, of_variant is PLAIN) or call.table
+    plain, programs = of_variant is PLAIN, multiprocessors(q.device)
+    tables = backward_tables(q.shape, v.shape, call.table, plain, deterministic, programs)
     space = _workspace(q, k, v, tables, deterministic, of_variant)
     tensors = _allocate_tensors(recording, dout, dlse, q, k, v, out, lse, deterministic, space, sinks=call.learned_sinks)
     _launch(recording, tensors, space, tables, call.scale, dlse is not None, deterministic, of_variant)

@@ -87,9 +87,14 @@ def plain_forward_config(dim: int, block_size: int | None, tiles: Callable[[int]
 
     A short call takes smaller tiles. Three warp groups run unless a third fills the last round of a grid worse than it saves."""
 
-    if block_size != 64 and tiles(64) <= SHORT_TILES[dim] * multiprocessors:
+    if block_size != 64 and is_short(dim, tiles(64), multiprocessors):
         return SHORT_FORWARD_OF_TABLES[dim] if block_size else SHORT_FORWARD[dim]
     return _taller(TALL_FORWARD.get(dim), block_size, tiles, multiprocessors) or variant_forward_config(dim, block_size)
+
+
+def is_short(dim: int, tiles: int, multiprocessors: int) -> bool:
+    """Whether a call has few tiles. dim: padded. tiles: of 64 queries."""
+    return tiles <= SHORT_TILES[dim] * multiprocessors
 
 
 def _taller(

@@ -7,6 +7,7 @@ from .configs import (
     FORWARD,
     ForwardConfig,
     eight_bits_config,
+    is_short,
     plain_forward_config,
     variant_forward_config,
     wide_forward_config,
@@ -28,24 +29,44 @@ def blocks_by_document(head_dim: int, v_head_dim: int, mask, plain: bool):
     """Returns the blocks by document of a call's mask, or None if it has none or a pass does not take them. Both passes take them
     up to head_dim 128, where tiles are whole blocks, and without a variant, which would need the position of each block. plain:
     whether the call has no variant."""
-    if mask is None or not plain or mask.block_size != _DOCUMENT_BLOCK:
-        return None
-    return mask.by_document if {padded_head_dim(dim) for dim in (head_dim, v_head_dim)} in ({64}, {128}) else None
+    return mask.by_document if _takes_derived_tables(head_dim, v_head_dim, mask, plain) else None
+
+
+def _takes_derived_tables(head_dim: int, v_head_dim: int, mask, plain: bool) -> bool:
+    whole_tiles = {padded_head_dim(dim) for dim in (head_dim, v_head_dim)} in ({64}, {128})
+    return mask is not None and plain and mask.block_size == _DOCUMENT_BLOCK and whole_tiles
+
+
+def backward_tables(
+    q_shape: tuple[int, ...], kv_shape: tuple[int, ...], mask, plain: bool, deterministic: bool, multiprocessors: int
+):
+    """Returns the tables that the backward pass runs: the mask, its blocks by document, its blocks of 64, or None. Blocks of 64 pay
+    where a tile computes all query heads that share a key head, at head_dim 64. kv_shape: of v."""
+    head_dim, v_head_dim = q_shape[3], kv_shape[3]
+    if padded_head_dim(head_dim) == 64 and _takes_derived_tables(head_dim, v_head_dim, mask, plain) and not deterministic:
+        if mask.fine is not None and heads_together(q_shape, kv_shape[1], mask.fine, plain, multiprocessors):
+            return mask.fine
+    return blocks_by_document(head_dim, v_head_dim, mask, plain) or mask
 
 
 def plan_forward(
     q_shape: tuple[int, ...], v_head_dim: int, mask, plain: bool, multiprocessors: int
 ) -> tuple[ForwardConfig, object]:
-    """Returns (config, the tables that the kernel runs: the mask, its tall rows, its blocks by document, or None). q_shape: (batch,
-    heads, q_len, head_dim). plain: whether the call has no variant."""
+    """Returns (config, the tables that the kernel runs: the mask, its tall rows, its blocks by document or of 64, or None).
+    q_shape: (batch, heads, q_len, head_dim). plain: whether the call has no variant."""
     columns, block_size = column_constants(q_shape[3], v_head_dim), mask and mask.block_size
     dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
     # Made even if this pass does not take them, because they cannot always be made where the backward pass is compiled.
     by_document = blocks_by_document(q_shape[3], v_head_dim, mask, plain)
 
     tiles_of = partial(_count_tiles, q_shape, mask, by_document)
+    fine = mask.fine if _takes_derived_tables(q_shape[3], v_head_dim, mask, plain) else None
+    if fine is not None and is_short(dim, items_and_tiles(q_shape, fine, fine.block_size)[1], multiprocessors):
+        fine = None
     if wide:
         config = wide_forward_config(dim, dim_v, block_size, tiles_of(64), multiprocessors, plain)
+    elif fine is not None:
+        return variant_forward_config(dim, fine.block_size), fine
     elif plain:
         config = plain_forward_config(dim, block_size, tiles_of, multiprocessors)
     else:

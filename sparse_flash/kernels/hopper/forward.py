@@ -197,45 +197,66 @@ def _load_step(ring, step, tensor, batch, kv_head, position, TRANSPOSED: gl.cons
 
 
 @gluon.jit
-def _load_cut_values(p, tile, step, cuts, batch, kv_head, position):
-    """Loads values of a step, with zeros for keys that do not exist. Returns ``cuts`` + 1: how often such values were loaded."""
-    p.v.acquire(step)
-    first, last = tile.cuts.other_first - position, tile.cuts.other_last - position
-    cuts = load_existing(p.v, step, p.v_tensor, [batch, kv_head, position, 0], p.arrived, cuts, first, last)
-    p.v.commit(step)
+def _load_values(p, tile, step, cuts, batch, kv_head, position):
+    """Loads values of a step, with zeros for keys that do not exist. cuts: how often such values were loaded before. Returns how
+    often they are now."""
+    if p.lengths.KV_CUT and tile.cuts.is_cut(position, p.kv_len, p.SHAPE.KEYS):
+        p.v.acquire(step)
+        first, last = tile.cuts.other_first - position, tile.cuts.other_last - position
+        cuts = load_existing(p.v, step, p.v_tensor, [batch, kv_head, position, 0], p.arrived, cuts, first, last)
+        p.v.commit(step)
+    else:
+        _load_step(p.v, step, p.v_tensor, batch, kv_head, position, p.SHAPE.EIGHT)
     return cuts
 
 
 @gluon.jit
+def _first_position(tile):
+    """Returns the first token of a tile's first step. A row that keeps nothing takes one step of zeros, from past the end, as
+    weights of 0 times NaN are NaN."""
+    return gl.where(tile.end > tile.begin, tile.position, PAST_THE_END)
+
+
+@gluon.jit
+def _load_first_step(p, tile, turn, step):
+    """Loads a tile's queries, and the keys of its first step. After its last tile a program computes the first scores of one more,
+    and discards them."""
+    batch, head = p.heads.of(tile.batch_head)
+    _load_queries(p, turn, batch, head, gl.maximum(tile.first, 0))
+    _load_step(p.k, step, p.k_tensor, batch, head // p.heads.group, _first_position(tile))
+
+
+@gluon.jit
 def _load_tiles(p):
-    """Runs the loading warp: loads each tile's queries, then keys and values of each step, in order of use."""
+    """Runs the loading warp: loads each tile's queries, and keys and values of each step, in order of use. Scores of a step are
+    computed before the values of the previous step are used, so its keys come first."""
     step = 0
     turn = 0
     cuts = 0
     tile = p.scheduler.tile(turn)
+    _load_first_step(p, tile, turn, step)
     while tile.first >= 0:
         batch, head = p.heads.of(tile.batch_head)
         kv_head = head // p.heads.group
-        _load_queries(p, turn, batch, head, tile.first)
-        # A row that keeps nothing takes one empty step: of zeros, from past the end, as weights of 0 times NaN are NaN.
-        position = gl.where(tile.end > tile.begin, tile.position, PAST_THE_END)
+        position = _first_position(tile)
         entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
-        for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-            # The table is read one step ahead, so no key load waits for it.
+        for _ in range(tile.end - tile.begin - 1):
             entry = p.scheduler.next_step(tile, entry)
             upcoming = p.scheduler.position(tile, entry, tile.end)
-            _load_step(p.k, step, p.k_tensor, batch, kv_head, position)
-            if p.lengths.KV_CUT and tile.cuts.is_cut(position, p.kv_len, p.SHAPE.KEYS):
-                cuts = _load_cut_values(p, tile, step, cuts, batch, kv_head, position)
-            else:
-                _load_step(p.v, step, p.v_tensor, batch, kv_head, position, p.SHAPE.EIGHT)
+            _load_step(p.k, step + 1, p.k_tensor, batch, kv_head, upcoming)
+            cuts = _load_values(p, tile, step, cuts, batch, kv_head, position)
             position = upcoming
             step += 1
         turn += 1
-        tile = p.scheduler.tile(turn)
-    # After its last tile a program computes the first scores of one more, and discards them.
-    _load_queries(p, turn, 0, 0, 0)
-    _load_step(p.k, step, p.k_tensor, 0, 0, 0)
+        if p.SHAPE.WIDE:
+            # The next queries wait until this tile's last scores are computed.
+            cuts = _load_values(p, tile, step, cuts, batch, kv_head, position)
+        following = p.scheduler.tile(turn)
+        _load_first_step(p, following, turn, step + 1)
+        if not p.SHAPE.WIDE:
+            cuts = _load_values(p, tile, step, cuts, batch, kv_head, position)
+        tile = following
+        step += 1
 
 
 @gluon.jit
