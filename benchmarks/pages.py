@@ -86,7 +86,8 @@ def _calls(data: dict) -> str:
 
 
 def _markdown(columns: list[str], rows: list[list[str]]) -> str:
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, ["---"] * len(columns), *rows))
+    lines = (columns, ["---"] * len(columns), *([cell.replace("|", "\\|") for cell in row] for row in rows))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 _KINDS = {"peers": _peers, "best": _best, "calls": _calls}
