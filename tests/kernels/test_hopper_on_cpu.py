@@ -267,5 +267,5 @@ def test_data_used_before_it_has_arrived_or_after_it_was_overwritten_shows(monke
     with emulated.gluon_on_cpu():
         try:
             assert attend().isnan().any()
-        except AssertionError as error:  # arrivals that nobody waited for
-            assert "more arrivals" in str(error)
+        except AssertionError as error:  # arrivals that nobody waited for, or a tile whose batch-head was not written yet
+            assert "more arrivals" in str(error) or str(error).startswith("[-")
