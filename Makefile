@@ -12,15 +12,16 @@
 # make matrix  runs the tests on the oldest and the newest versions that pyproject.toml allows, and on those between whose Triton
 #              neither has; PAIR=oldest, 2.12, 2.14 or newest for one
 #
-# Each target creates .venv first if it is missing or out of date; matrix creates .matrix/oldest and others.
+# Each target creates .venv first if it is missing or out of date: bench installs the package with the extra all, others also what
+# tests, lint and documentation need. matrix creates .matrix/oldest and others.
 # ARGS goes to the command: make bench ARGS=--full; make test ARGS="-k compiler". With COVERAGE=1, make test says which lines ran.
 
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
+BENCH := .venv/.bench
 READY := .venv/.ready
 PIP_INSTALL := -m pip install --disable-pip-version-check
-comma := ,
 
 # On Linux, torch from PyPI brings gigabytes of CUDA libraries. A machine without an NVIDIA driver gets the CPU build. If its
 # page cannot be reached, pip says so and continues with the indexes that it is configured for. Torch is installed alone
@@ -53,7 +54,7 @@ first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(w
 quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) @tests/quick.txt $(ARGS)
 
-bench: $(READY)
+bench: $(BENCH)
 	$(BIN)/sparse-flash bench $(ARGS)
 
 train: $(READY)
@@ -105,7 +106,8 @@ $(addprefix matrix-,oldest $(BETWEEN) newest): matrix-%: .matrix/%/.ready
 	.matrix/$*/bin/sparse-flash doctor
 	OMP_NUM_THREADS=1 .matrix/$*/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
-# Installed into a separate environment and run outside the checkout, so only what is in the wheel can be imported.
+# Installed into a separate environment and run outside the checkout, so only what is in the wheel can be imported: first without
+# extras, where the command says which one it needs.
 wheel: $(READY)
 	rm -rf build dist
 	$(BIN)/python -m build --quiet --wheel
@@ -113,18 +115,24 @@ wheel: $(READY)
 	$(BIN)/python -m venv "$$directory/venv" && \
 	"$$directory/venv/bin/python" $(PIP_INSTALL) -c constraints.txt $(TORCH) && \
 	"$$directory/venv/bin/python" $(PIP_INSTALL) -c constraints.txt dist/*.whl && \
-	cd "$$directory" && \
-	venv/bin/python -c 'import sparse_flash.patterns, sparse_flash.benchmarks; print(sparse_flash.patterns.__file__)' && \
-	venv/bin/sparse-flash doctor
+	(cd "$$directory" && venv/bin/python -c 'import torch, sparse_flash as sf; print(sf.__file__, \
+	  sf.attention(*torch.randn(3, 1, 2, 512, 64), "causal & butterfly").shape)' && \
+	! venv/bin/sparse-flash 2> said && cat said && grep -q 'pip install "sparse-flash\[cli\]"' said) && \
+	"$$directory/venv/bin/python" $(PIP_INSTALL) -c constraints.txt "$$(echo dist/*.whl)[all]" && \
+	cd "$$directory" && venv/bin/sparse-flash doctor && venv/bin/sparse-flash gallery
 
 hub: $(READY)
 	$(BIN)/python .ci/hub.py $(ARGS)
 
-$(READY): pyproject.toml constraints.txt
+$(BENCH): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing). Name another: make PYTHON=python3.12" >&2; \
 	  exit 1; }
-	$(call environment,$(PYTHON),constraints.txt,dev$(comma)docs)
+	$(call environment,$(PYTHON),constraints.txt,all)
+
+$(READY): $(BENCH)
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,docs]'
+	@touch $@
 
 .matrix/oldest/.ready: pyproject.toml constraints-oldest.txt
 	$(call before_matrix,oldest,OLDEST_PYTHON,3.11)

@@ -43,9 +43,8 @@ _MOST_DIFFERENCE = 2e-3
 def main(arguments: list[str] | None = None) -> int:
     import numpy as np
     import torch
-    from rich.table import Table
 
-    from .program import RowFile, create_parser, print_tables
+    from .program import RowFile, Table, create_parser, print_tables
     from .results import environment
 
     parser = create_parser("checkouts", __doc__)

@@ -37,7 +37,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
 import sparse_flash as sf
 from sparse_flash.masks.block_mask import BlockMask
@@ -48,7 +47,7 @@ from .baselines.registry import find_peer
 from .measure.accuracy import as_attend, sampled_errors
 from .measure.noise import MARK, doubts
 from .measure.throughput import DTYPES, Prepared, measure, time_ms, try_measuring
-from .program import RowFile, add_device, add_limit, create_parser, print_tables
+from .program import RowFile, Table, add_device, add_limit, create_parser, print_tables
 from .results import environment, has_numbers, why_not
 from .workload.cases import OURS, Case, Shape
 from .workload.masks import CAUSAL

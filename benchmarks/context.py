@@ -28,7 +28,6 @@ from statistics import median
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch.autograd import DeviceType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -38,7 +37,7 @@ from sparse_flash.parallel.peer_memory import peer_memory
 
 from .baselines.context import PATIENCE, WAYS, Divided, DividedSequence, Way, barrier, gather_from_ranks
 from .measure.throughput import failure_text, peak_bytes
-from .program import add_device, create_parser, print_tables
+from .program import Table, add_device, create_parser, print_tables
 from .report.plots import draw_context
 from .results import environment, write_json
 

@@ -18,7 +18,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from rich.table import Table
 
 import sparse_flash as sf
 
@@ -26,7 +25,7 @@ from .baselines.flash import prepare_fa3_forward, quantize
 from .measure.accuracy import relative_error
 from .measure.noise import time_calls_us
 from .measure.throughput import DTYPES, time_ms, try_measuring
-from .program import RowFile, add_device, create_parser, print_tables
+from .program import RowFile, Table, add_device, create_parser, print_tables
 from .results import environment, has_numbers, why_not
 
 E4M3 = torch.float8_e4m3fn

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+
+from sparse_flash.compat.extras import naming_extra
 
 from .results import write_json
 from .run import device_of
+
+with naming_extra():
+    from rich.console import Console
+    from rich.table import Table
 
 
 def create_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -60,8 +63,6 @@ class RowFile:
 
 def print_tables(*tables: Table, folder: Path | None = None) -> None:
     """Prints tables at the terminal's width, at 200 columns into a file; then the folder of results."""
-    console: Any = Console(width=200 if not sys.stdout.isatty() else None)
-    console.print(*tables)
+    Console(width=200 if not sys.stdout.isatty() else None).print(*tables)
     if folder:
-        print(folder)
-    sys.stdout.flush()
+        print(folder, flush=True)

@@ -34,10 +34,10 @@ def environment(device) -> dict:
         "load_at_start": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "platform": platform.platform(terse=True),
         "python": platform.python_version(),
-        "sparse_flash": _version("sparse-flash"),
+        "sparse_flash": installed_version("sparse-flash"),
         "source": _source_digest(),
         "commit": _commit(),
-        **{name: _version(name) for name in ("torch", "triton", "numpy", "scipy", "flash-attn-4", "fastvideo-kernel")},
+        **{name: installed_version(name) for name in ("torch", "triton", "numpy", "scipy", "flash-attn-4", "fastvideo-kernel")},
     }
     if device.type == "cuda":
         found |= {
@@ -58,7 +58,7 @@ def device_name(device) -> str:
     return f"CPU ({_cpu_name()}, {threads} thread{'s' * (threads != 1)})"
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

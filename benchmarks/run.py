@@ -11,8 +11,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from sparse_flash.compat.extras import naming_extra
+
 from .measure.noise import MARK, doubts
-from .report import page
 from .results import Results, environment, has_numbers, why_not
 from .workload import FULL_RUN, suites
 from .workload.cases import USUAL_SIZES, CallSizes
@@ -46,6 +47,8 @@ LIMITS = {"cpu": 60, "cuda": 90}
 def run(options: Options, console) -> Results:
     """Measures, prints progress to a rich console, and returns the results. An interrupt (KeyboardInterrupt) keeps
     the results so far, and the report is still written."""
+    from .report import page  # fails now, not after measuring, where the extra for plots is missing
+
     device = device_of(options.device)
     chosen = suites.choose(options.suites, device.type, options.quick, options.specs, options.backend, options.sizes, options.full)
     wanted = select_cases(chosen, options.only)
@@ -141,8 +144,9 @@ def _describe_reused(entries: list[dict]) -> str | None:
 
 def measure(todo: list, chosen: dict, results: Results, device, options: Options, console=None) -> None:
     """Measures the cases, in this order, into the results. console: of rich, for the progress; None prints nothing."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    with naming_extra():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from .measure import throughput
     from .measure.drift import BaselineTimer

@@ -17,13 +17,12 @@ from functools import partial
 from itertools import product
 
 import torch
-from rich.table import Table
 
 from sparse_flash import BlockSelection
 
 from .baselines.selection import DENSE, PEERS, SelectionProblem
 from .measure.throughput import DTYPES, Prepared, measure, try_measuring
-from .program import RowFile, add_device, create_parser, print_tables
+from .program import RowFile, Table, add_device, create_parser, print_tables
 from .results import environment, has_numbers, why_not
 from .workload.cases import Case, Shape
 from .workload.masks import CAUSAL

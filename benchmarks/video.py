@@ -36,7 +36,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .baselines.flash import FlashAttention4, FlashOptions
@@ -44,7 +43,7 @@ from .measure.accuracy import TOLERANCE, relative_error
 from .measure.noise import Timing, time_runs
 from .measure.throughput import DTYPES, profile_kernels, time_passes, try_measuring
 from .measure.throughput import run as run_case
-from .program import RowFile, add_device, add_limit, create_parser, print_tables
+from .program import RowFile, Table, add_device, add_limit, create_parser, print_tables
 from .results import environment, has_numbers, why_not
 from .workload.cases import OURS, Case, Mask, Shape
 from .workload.masks import FULL

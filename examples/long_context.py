@@ -1,5 +1,6 @@
 """Long context: with a sliding window, time and memory grow with the length, not with its square.
 
+pip install -e ".[cli]"
 python examples/long_context.py                   # up to 65,536 tokens, on a CPU or a GPU
 python examples/long_context.py --pattern "causal & (local(256) | sinks(64))"
 """

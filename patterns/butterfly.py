@@ -18,7 +18,6 @@ specimen: butterfly()
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.sparse
 
 from ..masks.fields import Factors, Positive
 from ..masks.registry import register_pattern
@@ -44,7 +43,9 @@ class Butterfly(UnitPattern):
         return kept if self.factors is None else kept & (differ < 1 << self.factors)
 
     def kept_units(self, first, stop):  # listed, as few of the pairs are kept
+        from scipy.sparse import csc_array
+
         i = np.arange(max(first, 0), stop)[:, None]
         j = i ^ np.append(0, 1 << np.arange(stop.bit_length())[: self.factors])
         row, flip = np.nonzero(j < stop)
-        return scipy.sparse.csc_array((np.ones(len(row), np.int32), (i[row, 0] - first, j[row, flip])), shape=(stop - first, stop))
+        return csc_array((np.ones(len(row), np.int32), (i[row, 0] - first, j[row, flip])), shape=(stop - first, stop))

@@ -144,7 +144,8 @@ import sys, torch, program
 sf = program.sparse_flash
 print("attention" in vars(sf), hasattr(torch.ops.sparse_flash, "attention"))
 sf.compile_mask("causal & local(64)", 1000)
-late = {"triton", "torch._dynamo", "sparse_flash.parallel", "sparse_flash.benchmarks", "rich", "typer", "jinja2"}
+late = {"triton", "torch._dynamo", "sparse_flash.parallel", "sparse_flash.benchmarks"}
+late |= {"scipy", "rich", "typer", "matplotlib", "jinja2"}
 print(late & sys.modules.keys())
 """
 

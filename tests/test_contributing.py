@@ -75,7 +75,7 @@ PROGRAM = """
 import contextlib, runpy, sys, pytest
 runpy.run_path("tests/golden.py", run_name="__main__")
 from sparse_flash.benchmarks.measure import throughput
-from sparse_flash.cli import main
+from sparse_flash.__main__ import main
 throughput.CPU_SECONDS, (sys.argv, tests) = 0.01, {arguments}
 with contextlib.suppress(SystemExit):
     main()

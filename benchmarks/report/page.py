@@ -5,12 +5,18 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
+from sparse_flash.compat.extras import naming_extra
+
 from ..measure.noise import MARK, MOST_SPREAD
 from ..results import Results
 from . import plots
 from .peer_tables import ratios_to_best
 from .rows import TEXT_COLUMNS
 from .tables import gains, tables
+
+with naming_extra():
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
 
 PAGE = "report.html"
 _CAPTIONS = {
@@ -23,9 +29,6 @@ _CAPTIONS = {
 
 def write(results: Results) -> Path:
     """Draws the plots and writes the page next to the JSON; returns the page's path."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
     drawn = plots.draw(results.data, results.folder)
     embedded = {name: {theme: _data_uri(path) for theme, path in themes.items()} for name, themes in drawn.items()}
     templates = Environment(
@@ -72,9 +75,7 @@ def headlines(data: dict) -> list[tuple[str, str]]:
     if sure:
         shares = sorted(gain.total * gain.visited for gain in sure if gain.total and 0 < gain.visited < 0.5)
         if shares:
-            said = (
-                "of the ideal speed-up (blocks of the dense call / visited blocks), median of the masks that visit less than half"
-            )
+            said = "of the ideal speed-up (blocks of the dense call / visited blocks), median of masks that visit less than half"
             found.append((f"{shares[len(shares) // 2]:.0%}", said))
     if checked := [e["result"]["correct"] for e in data["cases"].values() if "correct" in e["result"]]:
         said = "attention results agree with float64 attention of sampled queries, gradients included"

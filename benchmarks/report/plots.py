@@ -10,10 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from sparse_flash.compat.extras import naming_extra
+
 from ..workload.cases import OURS
 from .format import mark_doubtful
 from .rows import rows
 from .tables import gains
+
+with naming_extra():
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 
 @dataclass(frozen=True)
@@ -151,8 +157,6 @@ def _save(figure, target: Path, theme: Theme) -> Path:
 
 
 def _figure(width: float, height: float, columns: int, theme: Theme, lines: int = 1, **shared):
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor=theme.paper)
     axes = figure.subplots(lines, columns, squeeze=False, **shared).ravel()
     for ax in axes:
@@ -177,8 +181,6 @@ def _legend(figure, theme: Theme, handles, columns: int) -> None:
 
 
 def _plain_ticks(axis) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

@@ -21,19 +21,8 @@ for _command in (masks.patterns, masks.show, masks.gallery, masks.explain, bench
     app.command()(_command)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Prints the version.")] = False) -> None:
+    if version:
         typer.echo(f"sparse-flash {sparse_flash.__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Prints the version.")] = False,
-) -> None:
-    pass
-
-
-def main() -> None:
-    """Entry point of ``sparse-flash`` and of ``python -m sparse_flash``."""
-    app(prog_name="sparse-flash")

@@ -57,7 +57,6 @@ def bench(
     import torch
 
     import sparse_flash
-    from sparse_flash.benchmarks.report import page
     from sparse_flash.benchmarks.results import Results
     from sparse_flash.benchmarks.run import Options, device_type, run, select_cases
     from sparse_flash.benchmarks.workload import suites
@@ -69,6 +68,8 @@ def bench(
         named = str(dtype_of(dtype)).removeprefix("torch.") if dtype else None
         sizes = CallSizes(q_len, batch, heads, kv_heads, head_dim, dtype=named)
         if report_only:
+            from sparse_flash.benchmarks.report import page
+
             results = Results.read(report_only)
             page.write(results)
             return _print_results(results, console)

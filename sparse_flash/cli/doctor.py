@@ -6,12 +6,13 @@ import os
 import platform
 import shutil
 import sysconfig
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+
+from sparse_flash.compat.extras import EXTRAS
 
 from .options import output_console
 
@@ -20,14 +21,16 @@ def doctor() -> None:
     """Versions, the GPU, what Triton needs, and why each back end can or cannot run."""
     import torch
 
+    from sparse_flash.benchmarks.results import installed_version
+
     console, cuda = output_console(), torch.cuda.is_available()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
-    versions = {name: _version(name) for name in ("sparse-flash", "torch", "triton", "numpy", "scipy")}
+    versions = {name: installed_version(name) for name in ("sparse-flash", "torch", "triton", "numpy", "scipy", *EXTRAS)}
     for name, version in versions.items():
-        table.add_row(name, version or "not installed")
+        table.add_row(Text(f"{name} [{EXTRAS[name]}]" if name in EXTRAS else name), version or "not installed")
     if versions["triton"]:
         for what, (found, said) in (("C compiler", find_compiler()), ("Python.h", find_headers())):
             table.add_row(what, Text(said, "" if found else "red", overflow="fold"))
@@ -40,13 +43,6 @@ def doctor() -> None:
     console.print()
     console.print(_back_ends(cuda))
     console.print("\n'auto' takes the first back end of a column that runs ('reference' only by name).")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def find_compiler() -> tuple[bool, str]:
@@ -78,8 +74,7 @@ def _back_ends(cuda: bool) -> Table:
     from sparse_flash.core import backends
     from sparse_flash.core.description import Call
 
-    sizes: dict[str, Any] = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 4096, "kv_len": 4096}
-    sizes |= {"head_dim": 128, "block_size": 128}
+    sizes: Any = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 4096, "kv_len": 4096, "head_dim": 128, "block_size": 128}
     calls = {"float32 on the CPU": Call(torch.device("cpu"), torch.float32, **sizes)}
     if cuda:
         calls["bfloat16 on the GPU"] = Call(torch.device("cuda"), torch.bfloat16, **sizes)

@@ -23,21 +23,14 @@ def patterns(imports: Imports = None) -> None:
         table.add_column(heading, no_wrap=heading == "name", overflow="fold", style="bold cyan" if heading == "name" else "")
     for name in list_patterns():
         cls = pattern_class(name)
-        arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())
-        table.add_row(*map(Text, (name, find_docstring_line(cls, "use"), _first_sentence(cls), arguments)))
+        arguments = ", ".join(str(p.replace(annotation=p.empty)) for p in inspect.signature(cls).parameters.values())
+        paragraph = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].replace("``", "`").split())
+        keeps = paragraph.partition(". ")[0].rstrip(".")
+        table.add_row(*map(Text, (name, find_docstring_line(cls, "use"), keeps, arguments)))
     console = output_console()
     console.print(table)
     console.print("\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens.")
     console.print(f"Choosers keep blocks by content, as in causal & sampled(8, keep=0.1): {', '.join(list_choosers())}.")
-
-
-def _first_sentence(cls: type) -> str:
-    paragraph = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].replace("``", "`").split())
-    return paragraph.partition(". ")[0].rstrip(".")
-
-
-def _argument(parameter: inspect.Parameter) -> str:
-    return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
 
 
 def show(
@@ -55,7 +48,10 @@ def show(
     console = output_console()
     with user_errors():
         drawing = draw.draw(spec, out, q_len=q_len, kv_len=kv_len, block_size=block_size, level=level)
-        console.print(drawing.text(), soft_wrap=True)
+        text = Text(str(drawing), no_wrap=True)
+        for signs, style in ((draw.SIGNS[:1], "bright_black"), (draw.SIGNS[1:4], "yellow"), (draw.SIGNS[4:], "blue")):
+            text.highlight_regex(f"[{signs}]+", style)
+        console.print(text, soft_wrap=True)
     if out:
         console.print(f"wrote {out}", markup=False, soft_wrap=True)
 

@@ -27,7 +27,7 @@ def user_errors():
         return
     except OSError as error:
         said = f"{error.filename}: {error.strerror}; pass another path" if error.filename and error.strerror else str(error)
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, ModuleNotFoundError) as error:
         said = str(error)
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {said}", markup=False)
     raise typer.Exit(2)

@@ -313,7 +313,7 @@ def compile_mask(
 
     pattern: a Pattern or its spec text. q_len, kv_len: tokens; kv_len defaults to q_len, and where they differ the last query is
     aligned with the last key. block_size: a power of two in 16..256. device: where the table is stored.
-    progress: whether to show a progress bar; None shows one if compiling evaluates more than 2^28 pairs.
+    progress: whether to show a progress bar; None shows one if compiling evaluates more than 2^28 pairs. Needs rich.
 
     Never builds anything of size q_len x kv_len. Raises ValueError for lengths and block sizes out of range, and for a pattern that
     names another number of tokens than the sequence has. With fewer queries than keys, the last of them may be yet to come.

@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from functools import reduce
+from importlib.util import find_spec
 from typing import cast
 
 import numpy as np
@@ -80,22 +80,29 @@ class _Compilation:
 
     def decide_blocks(self, states: BlockRuns) -> Iterator[Entries]:
         """Partial blocks, decided by their tokens. Blocks that turn out empty are left out."""
-        undecided = states.count(PARTIAL)
-        pairs = undecided * self.grid.block_size**2
-        with _progress_bar(f"compiling {short_text(self.pattern)}: {undecided:,} blocks", pairs, self.progress) as advance:
-            for rows, cols, _ in states.blocks(PARTIAL, chunk=_CHUNK):
-                tiles = np.empty(len(rows), np.int64)
-                index = rows * self.grid.kv_blocks + cols
-                leaf_states = np.stack([runs.at(index) for runs in self.leaves.values()], axis=1)
-                kinds, which = unique_rows(leaf_states)
-                for kind, example in enumerate(kinds):
-                    chosen = which == kind
-                    rule = _simplify(self.pattern, dict(zip(self.leaves, leaf_states[example].tolist(), strict=True)))
-                    # A pattern, as a partial block has a leaf that is partial there.
-                    tiles[chosen] = self.decide(cast(Pattern, rule), rows[chosen], cols[chosen])
-                advance(len(rows) * self.grid.block_size**2)
-                kept = Entries(rows, cols, tiles).without_empty()
-                yield Entries(*(axis.astype(np.int32) for axis in kept))  # small, as all are held at once
+        for rows, cols, _ in self.show_progress(states.blocks(PARTIAL, chunk=_CHUNK), states.count(PARTIAL)):
+            tiles = np.empty(len(rows), np.int64)
+            index = rows * self.grid.kv_blocks + cols
+            leaf_states = np.stack([runs.at(index) for runs in self.leaves.values()], axis=1)
+            kinds, which = unique_rows(leaf_states)
+            for kind, example in enumerate(kinds):
+                chosen = which == kind
+                rule = _simplify(self.pattern, dict(zip(self.leaves, leaf_states[example].tolist(), strict=True)))
+                # A pattern, as a partial block has a leaf that is partial there.
+                tiles[chosen] = self.decide(cast(Pattern, rule), rows[chosen], cols[chosen])
+            kept = Entries(rows, cols, tiles).without_empty()
+            yield Entries(*(axis.astype(np.int32) for axis in kept))  # small, as all are held at once
+
+    def show_progress(self, chunks: Iterator[tuple[np.ndarray, ...]], undecided: int) -> Iterable[tuple[np.ndarray, ...]]:
+        """The chunks of undecided blocks. If the work is long and rich is installed, iterating over them moves a bar."""
+        long = self.progress or (self.progress is None and undecided * self.grid.block_size**2 > _LONG)
+        if not long or not find_spec("rich"):
+            return chunks
+        from rich.console import Console
+        from rich.progress import track
+
+        text = f"compiling {short_text(self.pattern)}: {undecided:,} blocks"
+        return track(chunks, text, total=-(-undecided // _CHUNK), console=Console(stderr=True), transient=True)
 
     def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""
@@ -188,20 +195,6 @@ class _Compilation:
         np.minimum(stop, width, out=stop)
         stop *= (np.arange(self.grid.block_size) < self.grid.heights(rows)[:, None])[:, None, :]
         return pack_runs(first, stop)
-
-
-@contextmanager
-def _progress_bar(text: str, total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the number of pairs that were just evaluated; it moves a bar if the work is long."""
-    if not (wanted or (wanted is None and total > _LONG)):
-        yield lambda pairs: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(text, total=total)
-        yield lambda pairs: bar.advance(task, pairs)
 
 
 def entry_patterns(pattern: Pattern) -> tuple[Pattern, ...]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 
 import numpy as np
-import scipy.sparse
+
+if TYPE_CHECKING:
+    from scipy.sparse import sparray, spmatrix
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-SparseMatrix: TypeAlias = scipy.sparse.sparray | scipy.sparse.spmatrix
+SparseMatrix: TypeAlias = "sparray | spmatrix"
 
 
 def check_index(name: str, value: SupportsIndex, count: int) -> int:
@@ -153,7 +155,7 @@ class BlockRuns:
     @classmethod
     def from_sparse(cls, matrix: SparseMatrix) -> BlockRuns:
         """From a scipy.sparse matrix of states (1 partial, 2 full); a boolean matrix means full where True."""
-        coo = scipy.sparse.coo_array(matrix)
+        coo = matrix.tocoo()
         state = np.where(coo.data, FULL, EMPTY) if coo.dtype == bool else coo.data
         unknown = np.setdiff1d(state, [EMPTY, PARTIAL, FULL])
         if unknown.size:

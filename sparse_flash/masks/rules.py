@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import scipy.sparse
 
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, SparseMatrix, runs_of, union
 from .pattern import DerivedPattern, Pattern, Runs, evaluate_rule, layout_of
@@ -28,7 +27,7 @@ def block_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
     given = pattern.block_rule(grid)
     if given is None:
         return BlockRuns(grid.shape, np.zeros(1, np.int64), np.full(1, PARTIAL, np.int8))
-    states = BlockRuns.from_sparse(given) if scipy.sparse.issparse(given) else given
+    states = BlockRuns.from_sparse(given) if hasattr(given, "tocoo") else given
     if not isinstance(states, BlockRuns) or states.shape != grid.shape:
         got = type(given).__name__ + (f" of shape {given.shape}" if hasattr(given, "shape") else "")
         raise ValueError(f"the block rule of {pattern} must return a scipy.sparse matrix of shape {grid.shape}; got {got}")
@@ -102,13 +101,14 @@ class UnitPattern(Pattern):
     def kept_units(self, first: int, stop: int) -> SparseMatrix:
         """Which pairs (i, j) of units are kept, first <= i < stop and 0 <= j < stop: (stop - first, stop) int32, 1 if kept.
         Tests all pairs."""
-        parts = []
-        step = max(1, _CHUNK // stop)
+        from scipy.sparse import csr_array, vstack
+
+        parts, step = [], max(1, _CHUNK // stop)
         for low in range(first, stop, step):
             i, j = np.arange(low, min(low + step, stop))[:, None], np.arange(stop)[None, :]
             kept = evaluate_rule(self, "unit_rule", self.unit_rule, (i, j), (len(i), stop))
-            parts.append(scipy.sparse.csr_array(kept, dtype=np.int32))
-        return scipy.sparse.vstack(parts)
+            parts.append(csr_array(kept, dtype=np.int32))
+        return vstack(parts)
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return self.unit_rule(np.asarray(q) // self.block, np.asarray(kv) // self.block)
@@ -140,11 +140,13 @@ class UnitPattern(Pattern):
         return BlockRuns.from_row_runs(grid.shape, rows // 2, first * step, stop * step, PARTIAL + rows % 2)
 
 
-def _tokens_in_units(tokens: int, position: int, unit: int, size: int) -> scipy.sparse.csc_array:
+def _tokens_in_units(tokens: int, position: int, unit: int, size: int) -> SparseMatrix:
     """(blocks, units) int32: how many tokens of each block lie in each unit, from the unit of the first token, at ``position``."""
+    from scipy.sparse import csc_array
+
     start = union([np.arange(0, tokens, size), np.arange(-position % unit, tokens, unit)])
     units = (start + position) // unit - position // unit
-    return scipy.sparse.csc_array((np.diff(start, append=tokens).astype(np.int32), (start // size, units)))
+    return csc_array((np.diff(start, append=tokens).astype(np.int32), (start // size, units)))
 
 
 def _find_units(unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -169,11 +171,12 @@ class DistancePattern(UnitPattern):
         return self.distance_rule(i - j)
 
     def kept_units(self, first: int, stop: int) -> SparseMatrix:
+        from scipy.sparse import dia_array
+
         distance = np.arange(first - stop + 1, stop)
         kept = distance[evaluate_rule(self, "distance_rule", self.distance_rule, (distance,), distance.shape)]
-        # The transpose by row is the matrix by column.
         ones = np.broadcast_to(np.int32(1), (len(kept), stop - first))
-        return scipy.sparse.dia_array((ones, kept - first), shape=(stop, stop - first)).tocsr().T
+        return dia_array((ones, kept - first), shape=(stop, stop - first)).tocsr().T  # by row, so its transpose is by column
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 _MOST_RUNS = 64  # runs that a rank copies in an exchange; the host takes about 8 us for each
 
@@ -58,6 +57,8 @@ class Traffic:
     def order(self) -> list[int]:
         """Returns the other ranks that this rank gets pieces from, in rounds. In a round no two ranks read from the same rank:
         docs/performance/several-gpus.md, "Copied by copy engines"."""
+        from scipy.optimize import linear_sum_assignment
+
         left, order = np.where(np.eye(len(self.wanted), dtype=bool), 0, self.pieces), []
         while left.any():
             # Ranks with most pieces left to send or to get are in every round, so there are no more rounds than these ranks need.

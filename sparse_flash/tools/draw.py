@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from ..compat.extras import naming_extra
 from ..masks.block_mask import BlockMask
 from .subject import resolve_mask
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 DEFAULT_LEN = 4096
 _MOST_DENSE_PAIRS = 1 << 24  # masks of up to this many pairs are drawn from their tokens
 _MOST_CELLS = 512  # on a side of a file's picture
-_SIGNS = "·░▒▓█"  # empty, up to a third, two thirds, all but all, all
+SIGNS = "·░▒▓█"  # empty, up to a third, two thirds, all but all, all
 _EMPTY_RGB, _LEAST_RGB, _MOST_RGB, _FULL_RGB = np.array([(233, 236, 241), (246, 194, 119), (217, 106, 29), (31, 78, 156)])
 _TITLE_LINES = 4
 
@@ -40,24 +37,15 @@ class Drawing:
         """Writes a .png or .svg file; returns its path. Raises ValueError for another extension."""
         return _write(self._figure(), check_path(path))
 
-    def text(self) -> Text:
-        """The picture in signs, in colour where the terminal has colours, with as many cells as fit the terminal."""
-        from rich.text import Text
-
-        size, signs = shutil.get_terminal_size((130, 72)), _SIGNS
+    def __str__(self):
+        size, signs = shutil.get_terminal_size((130, 72)), SIGNS  # as many cells as fit the terminal
         picture = make_picture(self.mask, max(8, size.lines - 8), max(8, size.columns // 2 - 1), self.level)
         shares, unit = picture.shares, f"{picture.unit:,} x {picture.unit:,}"
         levels = np.where(shares <= 0, 0, np.where(shares >= 1, 4, 1 + np.minimum((shares * 3).astype(int), 2)))
-        cells = Text("\n".join("".join(2 * signs[level] for level in row) for row in levels))
-        cells.append(f"\n{signs[0]} empty   {signs[1:4]} partial, by the share kept   {signs[4]} full\n")
-        for these, style in ((signs[:1], "bright_black"), (signs[1:4], "yellow"), (signs[4:], "blue")):
-            cells.highlight_regex(f"[{re.escape(these)}]+", style)
-        lengths = f"{self.mask.q_len:,} x {self.mask.kv_len:,} tokens; a cell is {unit} tokens ({picture.level})\n\n"
-        title = f"{self.title}\n" if self.title else ""
-        return Text.assemble((title, "bold"), lengths, cells, _summary(self.mask), no_wrap=True)
-
-    def __str__(self):
-        return self.text().plain
+        cells = "\n".join("".join(2 * signs[level] for level in row) for row in levels)
+        legend = f"{signs[0]} empty   {signs[1:4]} partial, by the share kept   {signs[4]} full"
+        lengths = f"{self.mask.q_len:,} x {self.mask.kv_len:,} tokens; a cell is {unit} tokens ({picture.level})\n"
+        return "\n".join([self.title] * bool(self.title) + [lengths, cells, legend, _summary(self.mask)])
 
     __repr__ = __str__
 
@@ -66,6 +54,7 @@ class Drawing:
         self._figure().savefig(image, format="png", facecolor="white")
         return image.getvalue()
 
+    @naming_extra()
     def _figure(self):
         from matplotlib.figure import Figure
 
@@ -149,6 +138,7 @@ def rgb_of(shares: np.ndarray) -> np.ndarray:
     return rgb.round().astype(np.uint8)
 
 
+@naming_extra()
 def gallery(drawings: Sequence[Drawing], path: str | Path, columns: int = 4) -> Path:
     """Small pictures of the blocks of several masks, each with its title, in one .png or .svg file."""
     path = check_path(path)

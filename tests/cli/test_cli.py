@@ -161,7 +161,7 @@ def test_sizes_are_those_of_every_case():
 def test_looking_loads_no_more_than_it_needs(arguments, unloaded):
     """In a process of the command, where the package leaves its names for later. Its output, to a pipe, is plain."""
     program = (
-        f"import sys; sys.argv = ['sparse-flash', *{arguments.split()}]; from sparse_flash.cli import main\n"
+        f"import sys; sys.argv = ['sparse-flash', *{arguments.split()}]; from sparse_flash.__main__ import main\n"
         f"try: main()\nfinally: print('loaded:', sorted(set({unloaded.split()}) & set(sys.modules)))"
     )
     environment = os.environ | {"PYTHONIOENCODING": "utf-8", "COLUMNS": "130", "LINES": "72"}

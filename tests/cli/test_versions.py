@@ -26,7 +26,7 @@ def pins(name: str) -> dict[str, str]:
 def bounds() -> dict[str, tuple[str, str | None]]:
     """For each dependency, the first version that pyproject.toml allows and the first that it does not."""
     extras = PROJECT["optional-dependencies"]
-    requirements = [*PROJECT["dependencies"], *extras["transformers"], *extras["diffusers"]]
+    requirements = [*PROJECT["dependencies"], *extras["cli"], *extras["plots"], *extras["transformers"], *extras["diffusers"]]
     found = (re.fullmatch(r"(\w+)(?:\[\w+\])?>=([\d.]+)(?:,<([\d.]+))?(?:;.*)?", one).groups() for one in requirements)
     return {name: (first, stop) for name, first, stop in found}
 
