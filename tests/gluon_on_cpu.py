@@ -17,6 +17,7 @@ import math
 import random
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, reduce
@@ -311,6 +312,7 @@ class World:
         self.random, self.grid = random.Random(seed), grid
         self.partitions: list[Partition] = []
         self.arriving: list[Callable] = []  # copies into shared memory
+        self.met: Counter[tuple[int, int]] = Counter()  # calls of ``meet`` in each program
         self.turn, self.over, self.error = threading.Event(), False, None
 
     def start(self, run: Callable, arguments: tuple, program: tuple[int, int], warps: int, name: str) -> Partition:
@@ -559,6 +561,14 @@ def _quads(*numbers):
     return in_eight_bits(np.stack(numbers, -1)).view(np.int32)[..., 0]
 
 
+def _meet(near):
+    met, program = here().world.met, here().program
+    met[program] += 1
+    enough = (met[program] + 1) // 2 * 2
+    here().pause(lambda: met[program] >= enough)
+    return near
+
+
 def _halves(numbers):
     """Pairs of numbers in 16 bits."""
     return numbers.astype(np.float16).view(np.int32)[..., 0]
@@ -577,6 +587,7 @@ ASSEMBLY = {
     "shfl.sync.bfly": _folded_pairs,
     "bra.uni KEPT": lambda x, factors: x * factors,
     "mov.b32 $0, 0;": lambda x: np.int32(0),
+    "bar.sync 15, 256": _meet,
     "cvt.rni.s32.f32": lambda x: np.rint(x).astype(np.int64).clip(-(2**31), 2**31 - 1).astype(np.int32),
     "cvt.rn.f16x2": lambda low, high: _halves(np.stack([low, high], -1)),
     "mov.b32 {$0, $1}, $2;": lambda x: tuple(np.moveaxis(x[..., None].copy().view(np.int16), -1, 0)),

@@ -57,6 +57,13 @@ def opaque_zero(near):
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [near], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def meet(near):
+    """Waits until two roles of four warps have called this equally often. A test of an mbarrier would queue behind the reads of
+    products under way. Triton's own barriers are numbered from 0, one for each role. near: any int32 scalar."""
+    gl.inline_asm_elementwise("bar.sync 15, 256; mov.b32 $0, $1;", "=r,r", [near], dtype=gl.int32, is_pure=False, pack=1)
+
+
 def record(cls):
     """Class decorator: makes the annotated fields, each a value or a record, one argument of a kernel function. Its constructor
     takes them in order or by name."""

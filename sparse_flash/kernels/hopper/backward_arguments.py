@@ -197,8 +197,7 @@ class NarrowBuffers:
 class PairedGroup:
     """Holds the buffers of a warp group of ``paired_backward`` and its sending warp."""
 
-    tiles: gl.shared_memory_descriptor  # of dscores: (queries, keys) up to head_dim 128, else (keys, queries)
-    dscores: Ring  # of these tiles, one for each of two groups; never acquired
+    tiles: gl.shared_memory_descriptor  # two of dscores, or one: (queries, keys) up to head_dim 128, else (keys, queries)
     dq: Ring  # one stage, through which the group sends its pieces of dQ
     done: Ring  # with two groups, without data; full: the group has read all keys of a tile
     ready: Ring  # without data; full: the group's dK and dV are in the buffers of k and v

@@ -326,14 +326,12 @@ def _run_narrow(p):
 def _new_group(p, GROUP: gl.constexpr):
     # No barrier may be without use. Triton gives its memory to others, such as the scheduler's queue, while it is a barrier.
     tiles = allocate_tiles(p.inputs.q.dtype, p.SHAPE.PARTS, p.SHAPE.QUERIES, p.SHAPE.KEYS)
-    dscores = p.k
     done = p.k
     if p.SHAPE.PARTS == 2:
-        dscores = new_linked_ring(p.q, tiles, 2)
         done = new_linked_ring(p.k, p.k.data, 1)
     dq = gl.allocate_shared_memory(gl.float32, [16 // p.SHAPE.SENT_ROWS, p.SHAPE.SENT_ROWS, 256], p.grads.dq_rows.layout)
     ready = new_linked_ring(p.k, p.k.data, 1)
-    return PairedGroup(tiles, dscores, new_ring(dq, 1), done, ready, GROUP)
+    return PairedGroup(tiles, new_ring(dq, 1), done, ready, GROUP)
 
 
 @gluon.jit

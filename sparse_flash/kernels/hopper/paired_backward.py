@@ -9,15 +9,16 @@ comes before dK, and passes through shared memory during dK's product, which rea
 pieces of 64 columns, and the groups alternate in computing the third. In shared memory, q and k are then three tiles of 64 columns,
 without zeros.
 
-The gradients of scores have two stages. No barrier releases a stage: a group stores its gradients of step n + 2 only after the
-other group has stored its gradients of step n + 1. By then the other group has waited for its dQ of step n.
+The groups meet in each step, once both have stored their gradients of scores. These have two stages, which no barrier releases: a
+group stores its gradients of step n + 2 only after the groups have met in step n + 1. By then the other group has waited for its dQ
+of step n.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.gluon import barrier, opaque_zero, view
+from ..common.gluon import barrier, meet, opaque_zero, view
 from ..common.tiles import BITS, FULL, RUNS
 from .backward_steps import (
     add_sums,
@@ -60,13 +61,11 @@ def sent_before(p, step, GROUP: gl.constexpr):
 
 @gluon.jit
 def _start_dq(p, own, other, step, turn, piece, WIDTH: gl.constexpr = 64):
-    """Starts the products of a piece of a step's dQ, one for each group. The second waits until the other group has stored its
-    gradients of scores. WIDTH: columns of the piece."""
+    """Starts the products of a piece of a step's dQ, one for each group. WIDTH: columns of the piece."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     zeros = gl.zeros([p.SHAPE.QUERIES, WIDTH], gl.float32, layout=layout)
     started = warpgroup_mma(*_dq_operands(p, own, step, turn, piece, WIDTH), zeros, use_acc=False, is_async=True)
     if p.SHAPE.PARTS == 2:
-        other.dscores.wait(step)
         started = warpgroup_mma(*_dq_operands(p, other, step, turn, piece, WIDTH), started, is_async=True)
     return started
 
@@ -168,7 +167,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
         operand = gl.convert_layout(dscores, operand_layout)
         fence_async_shared()
         if p.SHAPE.PARTS == 2:
-            own.dscores.commit(step)
+            meet(step)
         else:
             barrier()
         sent = sent_before(p, step, own.GROUP)
@@ -242,10 +241,10 @@ def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exis
         for piece in gl.static_range(PIECES):
             started_sums += (warpgroup_mma(operand, p.q.stage(step, piece), dk[piece], is_async=True),)
         fence_async_shared()
-        own.dscores.commit(step)
         # Waits here, as there are no registers for the left operands of these products beside the sums of the next.
         of_values, first, second, third = warpgroup_mma_wait(0, deps=started_sums)
         dv, dk = (of_values,), (first, second, third)
+        meet(step)
         # (5) dQ += dS K
         sent = sent_before(p, step, own.GROUP)
         started_dq = _start_dq(p, own, other, step, turn, opaque_zero(step) + own.GROUP)
