@@ -84,8 +84,8 @@ def _dq_operands(p, group, step, turn, piece, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _hand_over_dq(p, own, dq, units, sent):
-    """Hands a piece of dQ to the sending warp. units: of its queries; only read with FIXED."""
-    own.dq.acquire(sent)
+    """Hands a piece of dQ to the sending warp. Callers have acquired its buffer before they waited for dQ: the test of the barrier
+    queues behind the products' reads of shared memory. units: of its queries; only read with FIXED."""
     rows = dq_rows(p, dq, units)
     view(own.dq.data, rows.dtype, rows.shape, p.grads.dq_rows.layout).store(rows)
     fence_async_shared()
@@ -177,6 +177,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
             units = _load_units(p, step, delta)
             # (4) dK += dS^T Q
             started_dk = start_product(operand, q, dk)
+            own.dq.acquire(sent)
             dv, dq = wait_for_both(started_dv, (started_dq,), PRODUCTS)
             _hand_over_dq(p, own, dq[0], units, sent)
             dk = wait_for_sums(started_dk, 0)
@@ -189,9 +190,11 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
             dv, dk = wait_for_both(started_dv, started_dk, 1)
             units = _load_units(p, step, delta)
             p.q.release(step)
+            own.dq.acquire(sent)
             dq = warpgroup_mma_wait(0, deps=(started_dq,))
             started_dq = _start_dq(p, own, other, step, turn, 1, p.SHAPE.PIECE_COLUMNS[1])
             _hand_over_dq(p, own, dq, units, sent)
+            own.dq.acquire(sent + 1)
             dq = warpgroup_mma_wait(0, deps=(started_dq,))
             _hand_over_dq(p, own, dq, units, sent + 1)
         step += 1
@@ -250,10 +253,12 @@ def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exis
         started_dq = _start_dq(p, own, other, step, turn, opaque_zero(step) + own.GROUP)
         units = _load_units(p, step, delta)
         p.q.release(step)
+        own.dq.acquire(sent)
         dq = warpgroup_mma_wait(0, deps=(started_dq,))
         _hand_over_dq(p, own, dq, units, sent)
         if step % 2 == own.GROUP:
             started_dq = _start_dq(p, own, other, step, turn, opaque_zero(step) + 2)
+            own.dq.acquire(sent + 1)
             dq = warpgroup_mma_wait(0, deps=(started_dq,))
             _hand_over_dq(p, own, dq, units, sent + 1)
         step += 1
