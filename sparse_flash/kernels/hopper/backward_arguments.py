@@ -65,8 +65,8 @@ class BackwardShape:
 
     @property
     def K_STAGES(self) -> int:
-        """Tiles of keys in shared memory: two if the next tile's first scores are computed in a tile's last step."""
-        return self.TILE // 64 if self.NARROW else 1
+        """Tiles of keys in shared memory: two if the next tile's keys are loaded during a tile."""
+        return self.TILE // 64 if self.ACROSS == 1 else 1
 
     @property
     def ACROSS(self) -> int:
@@ -198,9 +198,7 @@ class PairedGroup:
     """Holds the buffers of a warp group of ``paired_backward`` and its sending warp."""
 
     tiles: gl.shared_memory_descriptor  # two of dscores, or one: (queries, keys) up to head_dim 128, else (keys, queries)
-    dq: Ring  # one stage, through which the group sends its pieces of dQ
-    done: Ring  # with two groups, without data; full: the group has read all keys of a tile
-    ready: Ring  # without data; full: the group's dK and dV are in the buffers of k and v
+    dq: Ring  # one stage, through which the group sends its pieces of dQ, and at the end of a tile dV
     GROUP: gl.constexpr  # 0 or 1
 
 

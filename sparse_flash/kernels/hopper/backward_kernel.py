@@ -167,7 +167,7 @@ def _load_tiles(p):
             row += p.grads.padded_q_len
         turn += 1
         tile = p.scheduler.tile(turn)
-    if AHEAD:
+    if p.SHAPE.NARROW and AHEAD:
         # After its last tile a program computes the first scores of one more, and discards them.
         cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0)
         _load_queries(p, tile, cuts, step, 0, 0, 0, 0, 0)
@@ -187,11 +187,12 @@ def _send(p, own):
             step = _send_dq(p, own, whole, turn, row, step, last)
             row += p.grads.padded_q_len
         if p.SHAPE.NARROW:
-            _send_narrow_results(p, own, whole, turn, step + turn)
+            _send_results(p, own.dq, whole, turn, step + turn, 0)
         elif p.SHAPE.WIDE:
             _send_wide_results(p, own, whole, turn)
         else:
-            _send_paired_results(p, own, whole.part_from(own.GROUP * p.SHAPE.KEYS), turn)
+            sent = sent_before(p, step, turn, own.GROUP)
+            _send_results(p, own.dq, whole.part_from(own.GROUP * p.SHAPE.KEYS), turn, sent, own.GROUP)
         if p.k.STAGES == 1:
             p.scheduler.slots.release(turn)
         turn += 1
@@ -213,7 +214,10 @@ def _send_dq(p, own, tile, turn, row, step, last):
         elif p.SHAPE.WIDE:
             _send_halves(p, own.dq, step, sum_row)
         else:
-            sent = sent_before(p, step, own.GROUP)
+            sent = sent_before(p, step, turn, own.GROUP)
+            own.dq.wait(sent)
+            # The group has finished all products with its values.
+            p.v.release(turn, pred=step == last)
             for number in gl.static_range(p.SHAPE.GROUP_PIECES):
                 _send_rows(p, own.dq, sent + number, sum_row, own.GROUP + number)
             if p.SHAPE.ACROSS > 1:
@@ -258,38 +262,22 @@ def _send_halves(p, ring, step, row):
 
 
 @gluon.jit
-def _send_narrow_results(p, own, tile, turn, sent):
-    """Stores dK and dV of a tile in their tensors, from the buffers of its keys and of dQ, and releases both. Sums, and what
-    remains of a document, have been stored by the computing warps."""
+def _send_results(p, ring, tile, turn, sent, GROUP: gl.constexpr):
+    """Stores dK and dV of a part of a tile in their tensors, from the buffers of its keys and of dQ, and releases both. Sums, and
+    what remains of a document, have been stored by the computing warps."""
     grads = p.grads
-    own.dq.wait(sent)
-    if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
-        if not p.SHAPE.OWN_STARTS or tile.stop - tile.first >= p.SHAPE.KEYS:
-            batch, head = p.heads.of(tile.batch_head)
-            position = [batch, head // p.heads.group, tile.first, 0]
-            async_store(grads.dk, position, view_for_tma(p.k.stage(turn), grads.dk))
-            values = view(own.dq.data, grads.dv.dtype, [1, 1, p.SHAPE.KEYS, p.SHAPE.DIM], grads.dv.layout)
-            async_store(grads.dv, position, values)
-            store_wait(0)
-    own.dq.release(sent)
-    p.k.release(turn)
-
-
-@gluon.jit
-def _send_paired_results(p, own, tile, turn):
-    """Stores dK and dV of a group in their tensors, from the buffers of its keys and values, and releases both. Sums, and what
-    remains of a document, have been stored by the computing warps."""
-    grads = p.grads
-    own.ready.wait(turn)
+    ring.wait(sent)
     if not (p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0)):
         if not p.SHAPE.OWN_STARTS or tile.stop - tile.first >= p.SHAPE.KEYS:
             batch, head = p.heads.of(tile.batch_head)
             kv_head = head // p.heads.group
             for piece in gl.static_range(p.SHAPE.ACROSS):
-                keys = view_for_tma(p.k.stage(turn, own.GROUP * p.SHAPE.ACROSS + piece), grads.dk)
+                keys = view_for_tma(p.k.stage(turn, GROUP * p.SHAPE.ACROSS + piece), grads.dk)
                 async_store(grads.dk, [batch, kv_head, tile.first, piece * p.SHAPE.WIDTH], keys)
-            async_store(grads.dv, [batch, kv_head, tile.first, 0], view_for_tma(p.v.stage(turn, own.GROUP), grads.dv))
+            values = view(ring.data, grads.dv.dtype, [1, 1, p.SHAPE.KEYS, p.SHAPE.DIM_V], grads.dv.layout)
+            async_store(grads.dv, [batch, kv_head, tile.first, 0], values)
             store_wait(0)
+    ring.release(sent)
     p.k.release(turn)
 
 
@@ -324,14 +312,9 @@ def _run_narrow(p):
 
 @gluon.jit
 def _new_group(p, GROUP: gl.constexpr):
-    # No barrier may be without use. Triton gives its memory to others, such as the scheduler's queue, while it is a barrier.
     tiles = allocate_tiles(p.inputs.q.dtype, p.SHAPE.PARTS, p.SHAPE.QUERIES, p.SHAPE.KEYS)
-    done = p.k
-    if p.SHAPE.PARTS == 2:
-        done = new_linked_ring(p.k, p.k.data, 1)
     dq = gl.allocate_shared_memory(gl.float32, [16 // p.SHAPE.SENT_ROWS, p.SHAPE.SENT_ROWS, 256], p.grads.dq_rows.layout)
-    ready = new_linked_ring(p.k, p.k.data, 1)
-    return PairedGroup(tiles, new_ring(dq, 1), done, ready, GROUP)
+    return PairedGroup(tiles, new_ring(dq, 1), GROUP)
 
 
 @gluon.jit
@@ -434,8 +417,7 @@ def attention_backward_kernel(
     PIECES: gl.constexpr = SHAPE.PARTS * SHAPE.ACROSS
     k_tiles = allocate_tiles(dtype, SHAPE.K_STAGES * PIECES, SHAPE.KEYS, SHAPE.WIDTH)
     k = new_ring(k_tiles, SHAPE.K_STAGES, PIECES, CONSUMERS=SHAPE.PARTS)
-    v_tiles = allocate_tiles(dtype, SHAPE.PARTS, SHAPE.KEYS, SHAPE.DIM_V)
-    v = new_ring(v_tiles, 1) if SHAPE.WIDE or SHAPE.NARROW else new_linked_ring(k, v_tiles, 1, SHAPE.PARTS)
+    v = new_ring(allocate_tiles(dtype, SHAPE.PARTS, SHAPE.KEYS, SHAPE.DIM_V), 1, SHAPE.PARTS, CONSUMERS=SHAPE.PARTS)
     q_tiles = allocate_tiles(dtype, SHAPE.Q_STAGES * SHAPE.ACROSS, SHAPE.QUERIES, SHAPE.WIDTH)
     q = new_ring(q_tiles, SHAPE.Q_STAGES, SHAPE.ACROSS, CONSUMERS=SHAPE.READERS)
     dout = new_linked_ring(q, allocate_tiles(dtype, SHAPE.DOUT_STAGES, SHAPE.QUERIES, SHAPE.DIM_V), SHAPE.DOUT_STAGES)

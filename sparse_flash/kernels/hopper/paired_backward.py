@@ -49,14 +49,14 @@ PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 1
 
 
 @gluon.jit
-def sent_before(p, step, GROUP: gl.constexpr):
-    """Returns how many pieces of dQ a group has sent before a step. From head_dim 129 on, it sends the third piece in every second
-    step."""
+def sent_before(p, step, turn, GROUP: gl.constexpr):
+    """Returns how many pieces of dQ, and parts of dV, a group has sent before a step of the turn-th tile. From head_dim 129 on, it
+    sends the third piece of dQ in every second step."""
     if p.SHAPE.DIM > 128:
         sent = step + (step + (1 - GROUP)) // 2
     else:
         sent = step * p.SHAPE.GROUP_PIECES
-    return sent
+    return sent + turn
 
 
 @gluon.jit
@@ -170,7 +170,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
             meet(step)
         else:
             barrier()
-        sent = sent_before(p, step, own.GROUP)
+        sent = sent_before(p, step, turn, own.GROUP)
         if p.SHAPE.GROUP_PIECES == 1:
             # (5) dQ += dS K
             started_dq = _start_dq(p, own, other, step, turn, own.GROUP, p.SHAPE.PIECE_COLUMNS[own.GROUP])
@@ -249,7 +249,7 @@ def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exis
         dv, dk = (of_values,), (first, second, third)
         meet(step)
         # (5) dQ += dS K
-        sent = sent_before(p, step, own.GROUP)
+        sent = sent_before(p, step, turn, own.GROUP)
         started_dq = _start_dq(p, own, other, step, turn, opaque_zero(step) + own.GROUP)
         units = _load_units(p, step, delta)
         p.q.release(step)
@@ -317,24 +317,27 @@ def compute_part(p, own, other):
         dv, dk = state
         if p.SHAPE.PARTS == 2:
             # Waits until the other group's dQ has read these keys.
-            own.done.commit(turn)
-            other.done.wait(turn)
+            meet(turn)
+        # The buffer of dQ passes on dV, so that the next tile's values arrive meanwhile.
+        sent = sent_before(p, step, turn, own.GROUP)
+        own.dq.acquire(sent)
         if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
             add_sums(p, tile, dk, 0, own.GROUP)
             add_sums(p, tile, dv, 1, own.GROUP)
         else:
-            _store_results(p, tile, dk, dv, turn, own.GROUP)
+            _store_results(p, own, tile, dk, dv, turn)
         fence_async_shared()
-        own.ready.commit(turn)
+        own.dq.commit(sent)
         turn += 1
         whole = p.scheduler.tile(turn)
 
 
 @gluon.jit
-def _store_results(p, tile, dk, dv, turn, GROUP: gl.constexpr):
-    """Stores a group's dK and dV in the buffers of its keys and values, and in global memory if a document ends there."""
+def _store_results(p, own, tile, dk, dv, turn):
+    """Stores a group's dK and dV in the buffers of its keys and of dQ, and in global memory if a document ends there."""
+    GROUP: gl.constexpr = own.GROUP
     ACROSS: gl.constexpr = p.SHAPE.ACROSS
-    values = p.v.stage(turn, GROUP)
+    values = view(own.dq.data, p.v.data.dtype, [p.SHAPE.KEYS, p.SHAPE.DIM_V], p.v.data.layout)
     if p.dropout.ENABLED:
         dv = scale_sums(dv, 1.0 / p.dropout.share())
     store_columns(values, dv)
