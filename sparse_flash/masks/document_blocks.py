@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .costs import BLOCK, both_passes_us
+from .costs import BLOCK, both_passes_us, row_us
 from .grid import concat_ranges
 from .mask_tables import MaskTables
 from .table import ROW, Entries, KernelTables, Table, build_table, sort_entries
@@ -17,6 +17,7 @@ from .tiles import FULL_TILE, TilePool, dense_batches, pack_runs, unpack_runs
 # Fields of a work item that differ from those in other tables: see ``document_tables``.
 _START, _BLOCKS, _SHIFT, _STOP = 0, 5, 6, 7
 _LEAST_GAIN = 1.01  # of predicted time
+_FORWARD_TIME = 1.1  # of a forward pass, relative to the predicted: tiles of results do not leave by TMA
 
 
 def document_tables(
@@ -54,7 +55,8 @@ def document_blocks(mask: MaskTables) -> KernelTables | None:
         return None
     start = torch.from_numpy(starts.astype(np.int32))
     by_query, by_key = (_use_starts(table, start) for table in (by_query, by_key))
-    return document_tables(mask.mask_index, by_query, by_key, (run_tiles, bit_tiles), start)
+    made = document_tables(mask.mask_index, by_query, by_key, (run_tiles, bit_tiles), start)
+    return made._replace(forward_us=_FORWARD_TIME * row_us(False, BLOCK, len(document), full.blocks, len(others.rows)))
 
 
 def _use_starts(table: Table, starts: torch.Tensor) -> Table:

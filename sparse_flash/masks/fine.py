@@ -35,7 +35,8 @@ def fine_blocks(mask: MaskTables) -> KernelTables | None:
         tiles = kept.reshape(-1, 2, FINE, 2, FINE).swapaxes(2, 3).reshape(-1, FINE, FINE)
         quarters[part] = pool.add_dense(tiles).reshape(-1, 2, 2)
     full, empty = (int(np.count_nonzero(quarters[alike] == state)) for state in (FULL_TILE, EMPTY_TILE))
-    if time < _LEAST_GAIN * row_us(False, FINE, grid.q_blocks, full, 4 * len(kind) - empty - full):
+    fine_time = row_us(False, FINE, grid.q_blocks, full, 4 * len(kind) - empty - full)
+    if time < _LEAST_GAIN * fine_time:
         return None
     row, col = (2 * numbers[:, None, None] + np.arange(2) for numbers in (rows, cols))
     axes = np.broadcast_arrays(row.swapaxes(1, 2), col, quarters[alike])
@@ -43,4 +44,5 @@ def fine_blocks(mask: MaskTables) -> KernelTables | None:
     full_blocks, others, stacks = sort_entries(entries, grid.shape, pool)
     by_query = build_table(full_blocks, others)
     by_key = build_table(full_blocks.transposed(), others.transposed())
-    return KernelTables(FINE, FINE, mask.mask_index, by_query, by_key, (stacks[0], stacks[1]), None, by_query.has_document_order())
+    in_order, (run_tiles, bit_tiles) = by_query.has_document_order(), stacks
+    return KernelTables(FINE, FINE, mask.mask_index, by_query, by_key, (run_tiles, bit_tiles), None, in_order, fine_time)

@@ -109,6 +109,7 @@ class KernelTables(NamedTuple):
 
     block_size: keys of a block. row_queries: queries in a row of ``by_query``. by_key: None for tall rows, which are for forward.
     tiles: (run tiles, row_queries) and (bit tiles, row_queries, block_size / 32) int32; any bits past the end of their row.
+    forward_us: predicted, of a head; 0 if not known.
     """
 
     block_size: int
@@ -119,6 +120,7 @@ class KernelTables(NamedTuple):
     tiles: tuple[torch.Tensor, torch.Tensor]
     starts: torch.Tensor | None
     document_order: bool
+    forward_us: float = 0.0
 
     @property
     def from_host(self) -> bool:

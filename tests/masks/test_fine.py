@@ -8,6 +8,7 @@ from makers import decoded
 from oracle import tiles
 
 import sparse_flash as sf
+from sparse_flash.benchmarks.workload.masks import ragged_documents
 
 
 @settings(max_examples=40)
@@ -43,3 +44,11 @@ SHORT_ROWS = [
 )
 def test_masks_whose_rows_keep_few_blocks_have_them(spec):
     assert (sf.compile_mask(spec, 2048).fine is not None) == (spec in SHORT_ROWS)
+
+
+@pytest.mark.parametrize("median, chosen", [(270, "fine"), (700, "fine"), (900, "by_document"), (2000, "by_document")])
+def test_forward_passes_take_the_blocks_that_are_predicted_to_be_fastest(median, chosen):
+    division = pytest.importorskip("sparse_flash.kernels.hopper.division")
+    mask = sf.compile_mask(ragged_documents(32768, median, 0.3).spec, 32768)
+    _, tables = division.plan_forward((1, 16, 32768, 128), 128, mask, plain=True, multiprocessors=132)
+    assert tables is getattr(mask, chosen)

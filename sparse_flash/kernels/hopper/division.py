@@ -61,8 +61,10 @@ def plan_forward(
 
     tiles_of = partial(_count_tiles, q_shape, mask, by_document)
     fine = mask.fine if _takes_derived_tables(q_shape[3], v_head_dim, mask, plain) else None
-    if fine is not None and is_short(dim, items_and_tiles(q_shape, fine, fine.block_size)[1], multiprocessors):
-        fine = None
+    if fine is not None:
+        slower = by_document is not None and by_document.forward_us < fine.forward_us
+        if slower or is_short(dim, items_and_tiles(q_shape, fine, fine.block_size)[1], multiprocessors):
+            fine = None
     if wide:
         config = wide_forward_config(dim, dim_v, block_size, tiles_of(64), multiprocessors, plain)
     elif fine is not None:
