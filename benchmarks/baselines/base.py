@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import ClassVar
 
 import torch
 
 from ..workload.problem import Problem
+
+NOT_MEASURED = "its calls have no dropout, sinks or changes of scores, and padding is not measured"
+
+
+def why_missing(module: str) -> str | None:
+    """Why a library's module cannot be imported, or None."""
+    try:
+        import_module(module)
+    except ImportError as error:
+        return f"{module} is not installed ({error})"
+    return None
 
 
 class Peer:

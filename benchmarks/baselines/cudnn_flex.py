@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..workload.problem import Problem
-from .base import Peer
+from .base import NOT_MEASURED, Peer, why_missing
 
 _ROWS = 1024  # queries whose pairs are looked at together
 
@@ -20,14 +20,10 @@ class CudnnFlex(Peer):
 
     def refuses(self, problem: Problem) -> str | None:
         if not problem.plain:
-            return "its calls have no dropout, sinks or changes of scores, and padding is not measured"
+            return NOT_MEASURED
         if len(problem.patterns) > 1:
             return "masks of each head are not measured"
-        try:
-            import cudnn.flex_attention  # noqa: F401
-        except ImportError as error:
-            return f"cudnn.flex_attention is not installed ({error})"
-        return None
+        return why_missing("cudnn.flex_attention")
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         from cudnn.flex_attention import create_mask_plan, flex_attn_func

@@ -12,7 +12,7 @@ import torch
 
 from ..workload.changes import CHANGES
 from ..workload.problem import Problem
-from .base import Peer
+from .base import Peer, why_missing
 
 
 class FlashOptions(NamedTuple):
@@ -74,11 +74,7 @@ class FlashAttention4(FlashAttention):
     changes = (*FlashAttention.changes, "sinks")
 
     def missing(self):
-        try:
-            import flash_attn.cute  # noqa: F401
-        except ImportError as error:
-            return f"flash_attn.cute is not installed ({error})"
-        return None
+        return why_missing("flash_attn.cute")
 
     def attend(self, q, k, v, asked):
         import flash_attn.cute

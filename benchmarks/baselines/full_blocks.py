@@ -11,9 +11,7 @@ from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.tiles import unpack_runs
 
 from ..workload.problem import Problem
-from .base import Peer
-
-_NOT_MEASURED = "its calls have no dropout, sinks or changes of scores, and padding is not measured"
+from .base import NOT_MEASURED, Peer, why_missing
 
 
 def _list_kept(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,18 +26,14 @@ class CudnnBlocks(Peer):
     def refuses(self, problem: Problem) -> str | None:
         mask = problem.mask
         if not problem.plain:
-            return _NOT_MEASURED
+            return NOT_MEASURED
         if problem.grouped:
             return "its backward pass has as many heads of keys as of queries"
         if mask.block_size not in (64, 128) or mask.q_len % mask.block_size or mask.kv_len % mask.block_size:
             return f"its blocks have 64 or 128 tokens, all of them whole; got blocks of {mask.block_size} of {mask.q_len} tokens"
         if mask.keeps_all or mask.by_query.entries()[2].any():
             return "its masks are of full blocks, and some are missing"
-        try:
-            import cudnn.block_sparse_attention  # noqa: F401
-        except ImportError as error:
-            return f"cudnn.block_sparse_attention is not installed ({error})"
-        return None
+        return why_missing("cudnn.block_sparse_attention")
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         kept = problem.mask.kept_blocks().expand(*problem.q.shape[:2], -1, -1)
@@ -73,18 +67,14 @@ class FastVideoBlocks(Peer):
     def refuses(self, problem: Problem) -> str | None:
         mask, head_dim = problem.mask, problem.q.shape[3]
         if not problem.plain:
-            return _NOT_MEASURED
+            return NOT_MEASURED
         if len(problem.q) > 1 or problem.grouped or head_dim not in (64, 128):
             return "its calls have one sequence, as many heads of keys as of queries, and a head_dim of 64 or 128"
         if mask.block_size != 64 or mask.q_len % 64 or mask.kv_len % 64:
             return f"its blocks have 64 tokens, all of them whole; got blocks of {mask.block_size} of {mask.q_len} tokens"
         if mask.keeps_all or _count_keys(mask) is None or not mask.kept_blocks().any(-1).all():
             return "its masks are of full blocks, which may lack their last keys, and each query keeps some"
-        try:
-            import fastvideo_kernel._C.fastvideo_kernel_ops  # noqa: F401
-        except ImportError as error:
-            return f"fastvideo_kernel is not installed ({error})"
-        return None
+        return why_missing("fastvideo_kernel._C.fastvideo_kernel_ops")
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         kept = problem.mask.kept_blocks().expand(*problem.q.shape[:2], -1, -1)

@@ -47,7 +47,7 @@ def is_right(errors: dict[str, float], dtype: torch.dtype) -> bool:
 def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> dict[str, float]:
     """Relative errors over the sampled queries, of out and, with ``backward``, of dq, dk and dv. Out covers the calls without and
     with gradients, which may take different paths."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v = problem.leaves
     tokens = q.shape[2]
     rng = np.random.default_rng(0)
     chosen = np.unique(np.concatenate([[0, tokens - 1], rng.integers(0, tokens, SAMPLES - 2)]))
