@@ -235,7 +235,7 @@ def _says_causal(pattern: Pattern) -> bool:
 
 
 def _parse_chooserless(pattern: Pattern, within: Pattern | None) -> HeadChoice | None:
-    """The choice of a head without choosers, if its expression begins with ``within`` as those of the other heads do; else None."""
+    """The choice of a head without choosers, if its expression begins with ``within`` like the expressions of others; else None."""
     operands = pattern.operands if isinstance(pattern, And) else (pattern,)
     limits = () if within is None else within.operands if isinstance(within, And) else (within,)
     others = [one for one in operands if one not in limits]

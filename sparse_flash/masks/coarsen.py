@@ -59,8 +59,7 @@ def _merge_children(mask: MaskTables, children: PartialBlocks, wide_cols: int, p
         rows, cols, kind, tile = (axis[bounds[batch.start] : bounds[batch.stop]] for axis in children)
         parent = np.repeat(np.arange(count), np.diff(bounds[batch.start : batch.stop + 1]))
         parts = np.zeros((count, factor, factor), np.int64)
-        number = 1 + np.where(kind > 0, 2 * tile + kind, 0)  # equal for equal tiles, and for full blocks; 0 is no block
-        parts[parent, rows % factor, cols % factor] = number
+        parts[parent, rows % factor, cols % factor] = number_parts(kind, tile)
         # A mask has many blocks made of the same tiles: one of each kind is decoded.
         first, alike = unique_rows(parts.reshape(count, factor**2))
         distinct = np.empty(len(first), np.int64)
@@ -70,6 +69,11 @@ def _merge_children(mask: MaskTables, children: PartialBlocks, wide_cols: int, p
         numbers[batch] = distinct[alike]
     rows, cols = np.divmod(parents[bounds[:-1]], wide_cols)
     return Entries(rows, cols, numbers)
+
+
+def number_parts(kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
+    """Numbers of blocks for ``decode_parts``, equal for equal tiles and for full blocks. kind, tile: as from ``Table.entries``."""
+    return 1 + np.where(kind > 0, 2 * tile + kind, 0)
 
 
 def decode_parts(mask: MaskTables, parts: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .coarsen import decode_parts
+from .coarsen import decode_parts, number_parts
 from .costs import BLOCK, row_us
 from .grid import BlockGrid
 from .mask_tables import MaskTables
@@ -25,21 +25,22 @@ def fine_blocks(mask: MaskTables) -> KernelTables | None:
     # Whatever the tiles hold, full blocks become four each.
     if time < _LEAST_GAIN * row_us(False, FINE, grid.q_blocks, 4 * (len(kind) - partial)):
         return None
-    number, is_last = 1 + np.where(kind > 0, 2 * tile + kind, 0), rows == mask.grid.q_blocks - 1
+    number, is_last = number_parts(kind, tile), rows == mask.grid.q_blocks - 1
     first, alike = unique_rows(np.column_stack([number, is_last]))
-    pool, quarters = TilePool(FINE), np.empty((len(first), 2, 2), np.int64)
+    pool, distinct = TilePool(FINE), np.empty((len(first), 2, 2), np.int64)
     for part in dense_batches(len(first), BLOCK):
         kept = decode_parts(mask, number[first[part]])
-        # Tiles may hold anything past the last query. A block of FINE that keeps nothing there is not full.
+        # Tiles may hold anything past the last query. Blocks that the end of the queries cuts must not be full.
         kept[is_last[first[part]], mask.q_len - (mask.grid.q_blocks - 1) * BLOCK :] = False
         tiles = kept.reshape(-1, 2, FINE, 2, FINE).swapaxes(2, 3).reshape(-1, FINE, FINE)
-        quarters[part] = pool.add_dense(tiles).reshape(-1, 2, 2)
-    full, empty = (int(np.count_nonzero(quarters[alike] == state)) for state in (FULL_TILE, EMPTY_TILE))
+        distinct[part] = pool.add_dense(tiles).reshape(-1, 2, 2)
+    quarters = distinct[alike]
+    full, empty = (int(np.count_nonzero(quarters == state)) for state in (FULL_TILE, EMPTY_TILE))
     fine_time = row_us(False, FINE, grid.q_blocks, full, 4 * len(kind) - empty - full)
     if time < _LEAST_GAIN * fine_time:
         return None
     row, col = (2 * numbers[:, None, None] + np.arange(2) for numbers in (rows, cols))
-    axes = np.broadcast_arrays(row.swapaxes(1, 2), col, quarters[alike])
+    axes = np.broadcast_arrays(row.swapaxes(1, 2), col, quarters)
     entries = Entries(*(axis.ravel() for axis in axes)).without_empty()
     full_blocks, others, stacks = sort_entries(entries, grid.shape, pool)
     by_query = build_table(full_blocks, others)

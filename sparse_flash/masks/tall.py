@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .coarsen import decode_parts
+from .coarsen import decode_parts, number_parts
 from .grid import union
 from .mask_tables import MaskTables
 from .table import Entries, KernelTables, build_table, sort_entries
@@ -25,7 +25,7 @@ _EMPTY, _FULL = 0, 1  # as in ``decode_parts``
 def tall_rows(mask: MaskTables) -> KernelTables | None:
     """``by_query`` of one mask in blocks of BLOCK, on the CPU, in tall rows; None if kernels are faster on its rows."""
     rows, cols, kind, tile = mask.by_query.entries()
-    number, third = 1 + np.where(kind > 0, 2 * tile + kind, 0), rows % 3
+    number, third = number_parts(kind, tile), rows % 3
     # Tall rows have block rows 0 and 1, 1 and 2, 3 and 4, ...: the upper ones here, then the lower ones.
     chosen = third < 2, third > 0
     blocks = [((rows // 3 * 2 + third - part) * mask.grid.kv_blocks + cols)[some] for part, some in enumerate(chosen)]

@@ -188,7 +188,7 @@ class _MaskOfDocuments(BlockMask):
 
     @cached_property
     def _grid_mask(self) -> BlockMask:
-        return BlockMask.from_tensors(*self.sizes, [self.mask_index, *self._fill_blocks_of(BLOCK), self.tile_bits])
+        return self._make_blocks_of(BLOCK)
 
     @property
     def _mean(self) -> int:
@@ -199,16 +199,16 @@ class _MaskOfDocuments(BlockMask):
     def fine(self) -> KernelTables | None:
         if self._runs.mean_keys(self._mean) > _MOST_KEYS:
             return None
-        *tables, tile_runs = self._fill_blocks_of(FINE)
-        by_query, by_key = (Table(*table) for table in (tables[: len(Table._fields)], tables[len(Table._fields) :]))
-        return KernelTables(FINE, FINE, self.mask_index, by_query, by_key, (tile_runs, self.tile_bits), None, False)
+        made = self._make_blocks_of(FINE)
+        return KernelTables(FINE, FINE, made.mask_index, made.by_query, made.by_key, made.tiles, None, False)
 
-    def _fill_blocks_of(self, size: int) -> list[torch.Tensor]:
-        """The tensors of by_query and by_key, and tile_runs."""
+    def _make_blocks_of(self, size: int) -> BlockMask:
+        """The mask on the fixed grid, in blocks of this size. It has no bit tiles."""
         blocks = -(-self.q_len // size)
         entries, tiles = ((BLOCK // size) ** 2 * count for count in self._find_capacity(-(-self.q_len // BLOCK)))
         most = _most_blocks_of_rows(self.q_len, self._longest, self.q_len, self._longest, True, size)
-        return _fill_tables(self._layout, self._layout, self._runs.constants[0], blocks, blocks, 0, entries, tiles, most, size)
+        tables = _fill_tables(self._layout, self._layout, self._runs.constants[0], blocks, blocks, 0, entries, tiles, most, size)
+        return BlockMask.from_tensors(self.q_len, self.kv_len, size, [self.mask_index, *tables, self.tile_bits])
 
     @cached_property
     def by_document(self) -> KernelTables | None:

@@ -28,7 +28,7 @@ def test_they_are_the_tables_that_the_pattern_compiles_to(pattern, lengths):
         mine, theirs = (decoded(table, 0, getattr(table, name), *shape) for table in (fine, compiled))
         assert mine.keys() == theirs.keys()
         assert [np.array_equal(mine[block], theirs[block]) for block in mine].count(False) == 0
-    assert [int(fine.by_query.row_split[0, :, 0].sum())] == [int(compiled.by_query.row_split[0, :, 0].sum())]
+    assert int(fine.by_query.row_split[0, :, 0].sum()) == int(compiled.by_query.row_split[0, :, 0].sum())
 
 
 SHORT_ROWS = [

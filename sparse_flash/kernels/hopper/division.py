@@ -25,14 +25,9 @@ def column_constants(head_dim: int, v_head_dim: int) -> dict[str, int]:
     return {"DIM": dim, "USED": used, "DIM_V": dim_v, "USED_V": used_v, "PIECES": pieces, "WIDE": dim != dim_v or dim > 128}
 
 
-def blocks_by_document(head_dim: int, v_head_dim: int, mask, plain: bool):
-    """Returns the blocks by document of a call's mask, or None if it has none or a pass does not take them. Both passes take them
-    up to head_dim 128, where tiles are whole blocks, and without a variant, which would need the position of each block. plain:
-    whether the call has no variant."""
-    return mask.by_document if _takes_derived_tables(head_dim, v_head_dim, mask, plain) else None
-
-
 def _takes_derived_tables(head_dim: int, v_head_dim: int, mask, plain: bool) -> bool:
+    """Whether a call takes its mask's blocks by document and of 64: up to head_dim 128, where tiles are whole blocks, and without a
+    variant, which would need the position of each block. plain: whether the call has no variant."""
     whole_tiles = {padded_head_dim(dim) for dim in (head_dim, v_head_dim)} in ({64}, {128})
     return mask is not None and plain and mask.block_size == _DOCUMENT_BLOCK and whole_tiles
 
@@ -42,11 +37,12 @@ def backward_tables(
 ):
     """Returns the tables that the backward pass runs: the mask, its blocks by document, its blocks of 64, or None. Blocks of 64 pay
     where a tile computes all query heads that share a key head, at head_dim 64. kv_shape: of v."""
-    head_dim, v_head_dim = q_shape[3], kv_shape[3]
-    if padded_head_dim(head_dim) == 64 and _takes_derived_tables(head_dim, v_head_dim, mask, plain) and not deterministic:
-        if mask.fine is not None and heads_together(q_shape, kv_shape[1], mask.fine, plain, multiprocessors):
+    if not _takes_derived_tables(q_shape[3], kv_shape[3], mask, plain):
+        return mask
+    if padded_head_dim(q_shape[3]) == 64 and not deterministic and mask.fine is not None:
+        if heads_together(q_shape, kv_shape[1], mask.fine, plain, multiprocessors):
             return mask.fine
-    return blocks_by_document(head_dim, v_head_dim, mask, plain) or mask
+    return mask.by_document or mask
 
 
 def plan_forward(
@@ -56,11 +52,11 @@ def plan_forward(
     q_shape: (batch, heads, q_len, head_dim). plain: whether the call has no variant."""
     columns, block_size = column_constants(q_shape[3], v_head_dim), mask and mask.block_size
     dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
-    # Made even if this pass does not take them, because they cannot always be made where the backward pass is compiled.
-    by_document = blocks_by_document(q_shape[3], v_head_dim, mask, plain)
-
+    by_document = fine = None
+    if _takes_derived_tables(q_shape[3], v_head_dim, mask, plain):
+        # Made even if this pass does not take them, because they cannot always be made where the backward pass is compiled.
+        by_document, fine = mask.by_document, mask.fine
     tiles_of = partial(_count_tiles, q_shape, mask, by_document)
-    fine = mask.fine if _takes_derived_tables(q_shape[3], v_head_dim, mask, plain) else None
     if fine is not None:
         slower = by_document is not None and by_document.forward_us < fine.forward_us
         if slower or is_short(dim, items_and_tiles(q_shape, fine, fine.block_size)[1], multiprocessors):
