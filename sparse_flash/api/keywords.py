@@ -28,7 +28,7 @@ _ADVICE = {
 
 def advises(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: adds advice to Python's error for unknown keywords. Type checkers see the function's signature."""
-    known = inspect.signature(function).parameters
+    known = tuple(inspect.signature(function).parameters)
 
     @wraps(function)
     def call(*arguments: P.args, **keywords: P.kwargs) -> R:
