@@ -116,7 +116,7 @@ def hopper_to_128(dim: int) -> Cases:
     yield case("of_lengths", spec="causal", adds="lengths")
     yield case("of_own", spec="causal", adds="own")
     if dim == 128:
-        yield case("of_heads_together", spec="causal", kv_heads=1, passes=backward, together=True)
+        yield case("of_heads_together", **documents, kv_heads=1, passes=backward, together=True)
         yield case("of_softcap", spec="causal", adds="softcap")
         yield case("of_alibi", spec="causal", adds="alibi")
         for adds in ("lengths", "own"):

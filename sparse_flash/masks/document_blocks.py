@@ -15,7 +15,7 @@ from .table import ROW, Entries, KernelTables, Table, build_table, sort_entries
 from .tiles import FULL_TILE, TilePool, dense_batches, pack_runs, unpack_runs
 
 # Fields of a work item that differ from those in other tables: see ``document_tables``.
-_START, _BLOCKS, _SHIFT, _STOP = 0, 5, 6, 7
+_START, _BLOCKS, _SHIFT, _END = 0, 5, 6, 7
 _LEAST_GAIN = 1.01  # of predicted time
 _FORWARD_TIME = 1.1  # of a forward pass, relative to the predicted: tiles of results do not leave by TMA
 
@@ -27,7 +27,7 @@ def document_tables(
 
     starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. ``col_idx``
     and field 0 of a work item are a block's start, not its number. Field 5 is how many blocks have tokens, 6 what to add to a token
-    of the row's document for its position on an axis of whole blocks, 7 where the row's tokens end. Items without tokens come last.
+    of the row's document for its position on an axis of whole blocks, 7 where the document ends. Items without tokens come last.
     """
     return KernelTables(BLOCK, BLOCK, mask_index, by_query, by_key, tiles, starts, document_order=True)
 
@@ -53,18 +53,18 @@ def document_blocks(mask: MaskTables) -> KernelTables | None:
     by_query, by_key = build_table(full, others), build_table(full.transposed(), others.transposed())
     if by_query.is_split or by_key.is_split:
         return None
-    start = torch.from_numpy(starts.astype(np.int32))
-    by_query, by_key = (_use_starts(table, start) for table in (by_query, by_key))
+    start, end = (torch.from_numpy(tokens.astype(np.int32)) for tokens in (starts, (first_token + tokens)[document]))
+    by_query, by_key = (_use_starts(table, start, end) for table in (by_query, by_key))
     made = document_tables(mask.mask_index, by_query, by_key, (run_tiles, bit_tiles), start)
     return made._replace(forward_us=_FORWARD_TIME * row_us(False, BLOCK, len(document), full.blocks, len(others.rows)))
 
 
-def _use_starts(table: Table, starts: torch.Tensor) -> Table:
-    """The table with the starts of blocks instead of their numbers: see ``document_tables``."""
+def _use_starts(table: Table, starts: torch.Tensor, ends: torch.Tensor) -> Table:
+    """The table with the starts of blocks instead of their numbers: see ``document_tables``. ends: of each block's document."""
     work = table.work.clone()
     row = work[..., ROW].long()
     work[..., _START], work[..., _BLOCKS] = starts[row], len(starts) - 1
-    work[..., _SHIFT], work[..., _STOP] = row * BLOCK - starts[row], starts[row + 1]
+    work[..., _SHIFT], work[..., _END] = row * BLOCK - starts[row], ends[row]
     return table._replace(col_idx=starts[table.col_idx.long()], work=work)
 
 

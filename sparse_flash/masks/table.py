@@ -21,7 +21,7 @@ WORK_FIELDS, SPLIT_FIELDS = 8, 4
 # times the mean, and costs a pass over 64 KiB of results.
 _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
 # Groups of rows, such as documents, have this many rows at least, on average: operands of fewer stay in the L2 cache in any order.
-_ROWS_OF_A_GROUP = 8
+_ROWS_OF_A_GROUP = 4
 # Rows within a quarter of the heaviest count as equal, if three quarters of the rows are.
 _ALIKE = 3 / 4
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
@@ -109,7 +109,8 @@ class KernelTables(NamedTuple):
 
     block_size: keys of a block. row_queries: queries in a row of ``by_query``. by_key: None for tall rows, which are for forward.
     tiles: (run tiles, row_queries) and (bit tiles, row_queries, block_size / 32) int32; any bits past the end of their row.
-    forward_us: predicted, of a head; 0 if not known.
+    forward_us: predicted, of a head; 0 if not known. column_blocks: expected, on average and at most;
+    None if ``by_key`` says how many.
     """
 
     block_size: int
@@ -121,6 +122,7 @@ class KernelTables(NamedTuple):
     starts: torch.Tensor | None
     document_order: bool
     forward_us: float = 0.0
+    column_blocks: tuple[float, int] | None = None
 
     @property
     def from_host(self) -> bool:

@@ -30,7 +30,7 @@ from .moved import MovedDocuments, move_documents, sort_entries
 # Blocks that start where documents start pay for calls of so many tokens, with so many in a document on average, of drawn lengths,
 # under patterns of which a query keeps runs of up to so many keys. In the forward pass, blocks of 64 pay where a query keeps few
 # keys, on average (docs/performance.md).
-_LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN, _MOST_KEYS = 16384, 512, 1024, 384
+_LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN, _MOST_KEYS = 16384, 384, 1024, 384
 
 
 def pack_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | None) -> BlockMask | MovedDocuments:
@@ -223,7 +223,10 @@ class _MaskOfDocuments(BlockMask):
             *tables, tile_runs, starts = fill_spans(layout, layout, runs, blocks, blocks, 0, *capacity, BLOCK, self.q_len)
         no_splits = tile_bits[:1, :2, :SPLIT_FIELDS]
         by_query, by_key = (Table(*[*table, no_splits]) for table in tables)
-        return document_tables(mask_index, by_query, by_key, (tile_runs, tile_bits), starts[:-1])
+        made = document_tables(mask_index, by_query, by_key, (tile_runs, tile_bits), starts[:-1])
+        # Twice the longest document, as one column may be the last.
+        mean, most = self._runs.mean_keys(self._mean) / BLOCK + 1, 2 * -(-self._longest // BLOCK)
+        return made._replace(column_blocks=(mean, most))
 
     def _find_capacity(self, blocks: int) -> tuple[int, int]:
         return self._runs.find_capacity(blocks, blocks, self._longest)

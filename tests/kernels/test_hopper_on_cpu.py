@@ -97,21 +97,23 @@ def test_splits_of_heavy_rows_and_columns_are_combined(head_dim, v_head_dim, kv_
     assert_right("causal | sinks(130)", 512, split=True, head_dim=head_dim, v_head_dim=v_head_dim, kv_heads=kv_heads, terms=terms)
 
 
+DOCUMENTS = "causal & documents((0, 33, 40, 200, 385))"
 # Options of ``oracle.tiles``, the call, what differs from usual sizes.
 OF_TILES = {
     "64 queries": ({"short": True}, None, 100, 300, {"head_dim": 80}),
     "64 queries under a table": ({"short": True}, "local(90) | sinks(70)", 100, 300, {"head_dim": 40}),
     "192 queries": ({"tall": True}, None, 700, 300, {"head_dim": 40}),
     "192, causal": ({"tall": True}, "causal", 700, 640, {}),
-    "192, rows of one block": ({"tall": True}, "causal & documents((0, 33, 40, 200, 385))", 385, 385, {"kv_heads": 2}),
+    "192, rows of one block": ({"tall": True}, DOCUMENTS, 385, 385, {"kv_heads": 2}),
     "192, bits": ({"tall": True}, "causal & (local(70) | strided(7, block=1))", 400, 420, {"kv_heads": 2, "head_dim": 40}),
     "192, whole blocks": ({"tall": True}, "butterfly(block=128)", 768, 768, {"kv_heads": 2}),
     "192, empty rows": ({"tall": True}, "prefix(70) & ~causal", 600, 300, {}),
     "192, splits": ({"tall": True}, "causal | sinks(130)", 700, 700, {"split": True}),
-    "documents": ({"by_document": True}, "causal & documents((0, 33, 40, 200, 385))", 385, 385, {"terms": ("sinks",)}),
+    "documents": ({"by_document": True}, DOCUMENTS, 385, 385, {"terms": ("sinks",), "head_dim": 128}),
+    "documents, head groups": ({"by_document": True, "together": True}, DOCUMENTS, 385, 385, {"head_dim": 128}),
     "documents, both ways": ({"by_document": True}, UNCOVERED, 500, 500, {"kv_heads": 2, "head_dim": 128}),
     "documents, window": ({"by_document": True}, f"{WINDOW} & documents((0, 300, 301, 501))", 501, 501, {"deterministic": True}),
-    "fine": ({"fine": True}, "causal & documents((0, 33, 40, 200, 385))", 385, 385, {"terms": ("sinks",), "head_dim": 128}),
+    "fine": ({"fine": True}, DOCUMENTS, 385, 385, {"terms": ("sinks",), "head_dim": 128}),
     "fine, both passes": ({"fine": True, "together": True}, WINDOW, 300, 330, {}),
     "fine, bits": ({"fine": True}, "causal & (local(70) | strided(7, block=1))", 400, 420, {"kv_heads": 2, "head_dim": 80}),
     "fine, splits": ({"fine": True}, "causal | sinks(130)", 500, 500, {"split": True}),
@@ -142,7 +144,7 @@ def test_one_document_much_longer_than_the_rest_is_right():
 
 
 def test_gradients_of_tiles_that_start_where_documents_start_repeat_in_any_order_of_events():
-    mask, found = sf.compile_mask("causal & documents((0, 33, 40, 200, 385))", 385), []
+    mask, found = sf.compile_mask(DOCUMENTS, 385), []
     leaves = [torch.randn(1, heads, 385, 64, dtype=torch.float16, requires_grad=True) for heads in (2, 1, 1)]
     for seed in range(3):
         with emulated.gluon_on_cpu(seed=seed), tiles(by_document=True):

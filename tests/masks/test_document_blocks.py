@@ -47,11 +47,12 @@ def pairs_of(blocks: KernelTables, name: str, tokens: int) -> np.ndarray:
     col_idx, tile_idx, tile_runs = (t.cpu().numpy() for t in (table.col_idx, table.tile_idx, blocks.tiles[0]))
     assert starts[0] == 0 and starts[-1] == tokens and set(np.diff(starts)) <= set(range(BLOCK + 1))
     kept, rows = np.zeros((tokens, tokens), bool), []
-    for start, begin, runs, bits, end, used, to_place, stop in table.work[0].tolist():
-        row, rest = divmod(start + to_place, BLOCK)
+    for start, begin, runs, bits, end, used, to_place, document_end in table.work[0].tolist():
+        (row, rest), stop = divmod(start + to_place, BLOCK), min(start + BLOCK, document_end)
         # Blocks without tokens come last, and no other is left out.
         assert used == (np.diff(starts) > 0).sum() and (len(rows) < used) == (start < stop)
         assert (rest, bits) == (0, end) and starts[row : row + 2].tolist() == [start, stop]
+        assert document_end in starts and (col_idx[begin:end] < document_end).all()
         rows.append(row)
         for entry in range(begin, end):
             tile, other = np.ones((BLOCK, BLOCK), bool), int(col_idx[entry])

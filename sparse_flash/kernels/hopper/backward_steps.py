@@ -47,11 +47,9 @@ def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
     """Returns the words of a step's mask tile, by query; zeros if the step does not exist."""
     table = p.table
     STEPS: gl.constexpr = table.BLOCK // p.SHAPE.QUERIES
-    entry = step
-    if p.lengths.ANY:
-        entry += tile.cuts.shift(step, tile.bits)
+    entry = p.scheduler.entry_step(tile, step)
     mask_tile = gl.load(table.tile_idx + entry // STEPS, mask=exists, other=0)
-    query = step % STEPS * p.SHAPE.QUERIES
+    query = entry % STEPS * p.SHAPE.QUERIES
     if KIND == RUNS:
         columns = gl.arange(0, p.SHAPE.QUERIES, layout=gl.SliceLayout(0, layout))
         words = gl.load(table.tile_runs + mask_tile * table.BLOCK + query + columns, mask=exists & (columns >= 0), other=0)

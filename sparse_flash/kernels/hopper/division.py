@@ -3,6 +3,7 @@
 from functools import partial
 
 from ..common.config import padded_head_dim, used_columns
+from ..launch.order import MOSTLY_KEPT
 from .configs import (
     FORWARD,
     ForwardConfig,
@@ -14,7 +15,9 @@ from .configs import (
 )
 
 _DOCUMENT_BLOCK = 128  # tiles by document are whole blocks
-_SHORT_COLUMN = 3072  # queries in a column's blocks, on average
+# Queries in a column's blocks, on average: from as many on, programs that compute one query head after the other read more than the
+# L2 cache holds. Columns of different lengths, as under causal masks, reach that earlier.
+_SHORT_COLUMN, _SHORT_COLUMN_KEPT = 3072, 1536
 
 
 def column_constants(head_dim: int, v_head_dim: int) -> dict[str, int]:
@@ -108,19 +111,25 @@ def heads_together(q_shape: tuple[int, ...], kv_heads: int, tables, plain: bool,
     batch, heads, _, head_dim = q_shape
     if heads == kv_heads or padded_head_dim(head_dim) > 128 or not plain:
         return False
-    if tables is None or tables.starts is not None or tables.by_key.is_split:
+    if tables is None or tables.by_key.is_split:
         return False
     masks, columns = tables.by_key.row_order.shape
     if masks > 1 or tables.mask_index.shape[1] > 1:
         return False
-    return has_short_columns(batch * kv_heads, columns, tables.by_key.col_idx.numel(), tables.block_size, multiprocessors)
+    blocks, most = tables.by_key.col_idx.numel(), 64
+    if tables.starts is not None and tables.column_blocks is not None:
+        mean, most = tables.column_blocks
+        blocks = mean * columns
+    return has_short_columns(batch * kv_heads, columns, blocks, most, tables.block_size, multiprocessors)
 
 
-def has_short_columns(kv_batch_heads: int, columns: int, blocks: int, block_size: int, programs: int) -> bool:
+def has_short_columns(kv_batch_heads: int, columns: int, blocks: float, most: int, block_size: int, programs: int) -> bool:
     """Whether columns are short, and there are enough for programs to finish together. A head group makes a heavy column heavier by
     its number of heads; an unsplit column has at most 64 blocks, four times the mean, or a thirty-second of all. kv_batch_heads:
-    batch times key heads. blocks: of the table, or as many as a table made on the device has memory for."""
+    batch times key heads. blocks: of the table; if it was made on the device, expected, or as many as it has memory for. most:
+    blocks of the heaviest column."""
     balanced = (
-        kv_batch_heads * columns >= 8 * programs and kv_batch_heads * blocks >= 64 * programs and 36 * kv_batch_heads >= programs
+        kv_batch_heads * columns >= 8 * programs and kv_batch_heads * blocks >= most * programs and 36 * kv_batch_heads >= programs
     )
-    return balanced and blocks * block_size <= _SHORT_COLUMN * columns
+    short = _SHORT_COLUMN_KEPT if blocks >= MOSTLY_KEPT * columns**2 else _SHORT_COLUMN
+    return balanced and blocks * block_size <= short * columns

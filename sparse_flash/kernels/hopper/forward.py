@@ -282,10 +282,7 @@ def _load_tile_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constex
     """Returns the words of a step's mask tile."""
     table = p.table
     STEPS: gl.constexpr = table.BLOCK // p.SHAPE.KEYS
-    entry = step
-    if p.lengths.ANY:
-        entry += tile.cuts.shift(step, tile.bits)
-    mask_tile = gl.load(table.tile_idx + entry // STEPS)
+    mask_tile = gl.load(table.tile_idx + p.scheduler.entry_step(tile, step) // STEPS)
     ROW: gl.constexpr = p.SHAPE.QUERIES if p.SHAPE.QUERIES > table.BLOCK else table.BLOCK
     if p.SHAPE.QUERIES > table.BLOCK or table.OWN_STARTS:
         row = HALF_INDEX * GROUP_QUERIES

@@ -114,18 +114,19 @@ class TileInfo:
     # Only with OWN_STARTS, otherwise undefined:
     stop: gl.tensor  # the end of its tokens
     to_padded: gl.tensor  # added to a token's position, gives its position on the axis of whole blocks
+    skipped: gl.tensor  # 1 if the last full block has one step instead of two, otherwise 0
 
     @gluon.jit
     def part_from(self, row):
         """Returns the part of a tile from a row on."""
-        cuts, stop, to_padded = self.cuts, self.stop, self.to_padded
         bounds = self.begin, self.runs, self.bits, self.end
-        return TileInfo(self.first + row, self.batch_head, *bounds, self.position, self.split, cuts, stop, to_padded)
+        of_document = self.stop, self.to_padded, self.skipped
+        return TileInfo(self.first + row, self.batch_head, *bounds, self.position, self.split, self.cuts, *of_document)
 
 
 # Numbers of fields of a TileInfo in shared memory: with lengths, with blocks of documents, with splits, and with none of these.
 CUT_FIELDS = gl.constexpr(17)
-DOCUMENT_FIELDS = gl.constexpr(10)
+DOCUMENT_FIELDS = gl.constexpr(11)
 SPLIT_FIELDS = gl.constexpr(8)
 WHOLE_FIELDS = gl.constexpr(7)
 
@@ -171,9 +172,9 @@ class Scheduler:
                 own_first=self._read(turn, 15),
                 own_last=self._read(turn, 16),
             )
-        stop, to_padded = first, first
+        stop, to_padded, skipped = first, first, first
         if self.table.OWN_STARTS:
-            stop, to_padded = self._read(turn, 8), self._read(turn, 9)
+            stop, to_padded, skipped = self._read(turn, 8), self._read(turn, 9), self._read(turn, 10)
         return TileInfo(
             first=first,
             batch_head=self._read(turn, 1),
@@ -186,6 +187,7 @@ class Scheduler:
             cuts=cuts,
             stop=stop,
             to_padded=to_padded,
+            skipped=skipped,
         )
 
     @gluon.jit
@@ -200,7 +202,7 @@ class Scheduler:
         cuts = tile.cuts
         plain = tile.first, tile.batch_head, tile.begin, tile.runs, tile.bits, tile.end, tile.position, tile.split
         if self.table.OWN_STARTS:
-            own = tile.stop, tile.to_padded
+            own = tile.stop, tile.to_padded, tile.skipped
             self._write(turn, plain + own)
         else:
             shifts = cuts.low, cuts.own, cuts.shift_low, cuts.shift_runs, cuts.shift_bits
@@ -220,12 +222,17 @@ class Scheduler:
     @gluon.jit
     def position(self, tile, step, stop):
         """Returns the first token of a step of a tile. stop: the end of the tile's steps."""
+        entry = self.entry_step(tile, step)
+        return self.table.position(entry, stop + (entry - step), self.STEP)
+
+    @gluon.jit
+    def entry_step(self, tile, step):
+        """Returns where a step of a tile is in the table, which also has the steps that the tile leaves out."""
         if self.lengths.ANY:
-            shift = tile.cuts.shift(step, tile.bits)
-            position = self.table.position(step + shift, stop + shift, self.STEP)
-        else:
-            position = self.table.position(step, stop, self.STEP)
-        return position
+            step += tile.cuts.shift(step, tile.bits)
+        elif self.table.OWN_STARTS:
+            step += gl.where(step >= tile.runs, tile.skipped, 0)
+        return step
 
     @gluon.jit
     def first_step(self, first, begin, runs, end):
@@ -286,13 +293,14 @@ class Scheduler:
         if self.TOGETHER:
             batch_head *= self.heads.group  # the first query head of the head group
         split = slot * 0
-        stop, to_padded = slot, slot
+        stop, to_padded, skipped = slot, slot, slot
         if table.SPARSE:
             batch, head = self.heads.of(batch_head)
             item = table.work + (table.mask_of(batch, head) * self.queue.items + slot // TILES) * WORK_FIELDS
             if table.OWN_STARTS:
                 gl.static_assert(TILES == 1)
-                first, to_padded, stop = gl.load(item), gl.load(item + 6), gl.load(item + 7)
+                first, to_padded, document_end = gl.load(item), gl.load(item + 6), gl.load(item + 7)
+                stop = gl.minimum(document_end, first + self.TILE)
             else:
                 first = gl.load(item) * ROW + slot % TILES * self.TILE
                 split = gl.load(item + 5)
@@ -313,10 +321,23 @@ class Scheduler:
                 self.lengths, table, batch, first, bounds, TILE=self.TILE, STEP=self.STEP, BY_KEY=self.BY_KEY
             )
         else:
-            begin, runs, bits, end = begin * STEPS, runs * STEPS, bits * STEPS, end * STEPS
-        tile = TileInfo(first, batch_head, begin, runs, bits, end, first, split, cuts, stop, to_padded)
+            skipped = slot * 0
+            if table.OWN_STARTS and STEPS == 2:
+                # These tables have no bit entries. A document's last block is the last full or the last run entry.
+                skipped = self._is_half_empty(begin, runs, document_end)
+                end = end * 2 - skipped - self._is_half_empty(runs, end, document_end)
+                begin, runs, bits = begin * 2, runs * 2 - skipped, end
+            else:
+                begin, runs, bits, end = begin * STEPS, runs * STEPS, bits * STEPS, end * STEPS
+        tile = TileInfo(first, batch_head, begin, runs, bits, end, first, split, cuts, stop, to_padded, skipped)
         position = self.position(tile, self.first_step(first, begin, runs, end), end)
-        return TileInfo(first, batch_head, begin, runs, bits, end, position, split, cuts, stop, to_padded)
+        return TileInfo(first, batch_head, begin, runs, bits, end, position, split, cuts, stop, to_padded, skipped)
+
+    @gluon.jit
+    def _is_half_empty(self, begin, end, document_end):
+        """Returns 1 if the second step of the last of entries begin .. end - 1 is past the document's end, otherwise 0."""
+        start = gl.load(self.table.entries + (end - 1), mask=end > begin, other=-self.STEP)
+        return (start + self.STEP >= document_end).to(gl.int32)
 
 
 @gluon.jit

@@ -265,7 +265,7 @@ def _name_blocks(starts, block, some):
 
 
 @triton.jit
-def _store_row(table, starts, row, rank, begin, partial, end, rows, BLOCK: tl.constexpr):
+def _store_row(table, starts, group, row, rank, begin, partial, end, rows, BLOCK: tl.constexpr):
     """Writes the bounds of a row. rank: see ``_locate_row``. Also writes the work item of a row of blocks that start at ``starts``:
     see ``document_tables``."""
     tl.store(table.row_ptr + row, begin)
@@ -283,7 +283,7 @@ def _store_row(table, starts, row, rank, begin, partial, end, rows, BLOCK: tl.co
         tl.store(item + 4, end)
         tl.store(item + 5, tl.load(starts + rows + 1))
         tl.store(item + 6, row * BLOCK - start)
-        tl.store(item + 7, tl.load(starts + row + 1))
+        tl.store(item + 7, tl.load(starts + group.stop))
 
 
 @triton.jit
@@ -292,9 +292,10 @@ def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.const
     low, full_low, full_high, high = _load_spans(spans, row, rows)
     touched = high - low
     full = full_high - full_low
-    begin, rank = _locate_row(spans + _TOUCHED * rows, row, touched, rows, _load_group(spans, starts, row, rows), ROWS)
+    group = _load_group(spans, starts, row, rows)
+    begin, rank = _locate_row(spans + _TOUCHED * rows, row, touched, rows, group, ROWS)
     end = begin + touched
-    _store_row(table, starts, row, rank, begin, begin + full, end, rows, BLOCK)
+    _store_row(table, starts, group, row, rank, begin, begin + full, end, rows, BLOCK)
     for start in range(0, full, BLOCK):
         e = start + tl.arange(0, BLOCK)
         tl.store(table.col_idx + begin + e, _name_blocks(starts, full_low + e, e < full), mask=e < full)
@@ -322,10 +323,11 @@ def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.const
 def _fill_column(spans, counts, table, starts, column, rows, k_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """A key block's part of by_key."""
     touched = tl.load(counts + column)
-    begin, rank = _locate_row(counts, column, touched, k_rows, _load_group(spans, starts, column, k_rows), ROWS)
+    group = _load_group(spans, starts, column, k_rows)
+    begin, rank = _locate_row(counts, column, touched, k_rows, group, ROWS)
     partial = begin + tl.load(counts + k_rows + column)
     end = begin + touched
-    _store_row(table, starts, column, rank, begin, partial, end, k_rows, BLOCK)
+    _store_row(table, starts, group, column, rank, begin, partial, end, k_rows, BLOCK)
     first_tile = column * 0
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
