@@ -2,33 +2,34 @@
 
     python -m sparse_flash.benchmarks.pages    # in a checkout, after a results file, or the FILE that a page names, has changed
 
-KIND: "peers", all peers of ``bench --suite peers``; "best", the fastest of them; "calls", what calls cost, of benchmarks/calls.py.
-FILE: a path from the top of the checkout. A test compares the pages with the files.
+KIND: "peers", all peers of ``bench --suite peers``; "ranges", ratios to the fastest of them, for rows of three FILEs or more;
+"calls", what calls cost. FILE: a path from the top of the checkout, the newest last. A test compares the pages with the files.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from .report.format import number
 from .report.peer_tables import tables
+from .workload.cases import OURS, Shape
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = re.compile(r"(<!-- table (\w+) (\S+) -->\n\n).*?(\n<!-- end of table -->)", re.S)
-_NAMES = {
-    "fa3": "FlashAttention-3",
-    "fa4": "FlashAttention-4",
-    "flex-fa4": "FlexAttention on FlashAttention-4",
-    "sdpa-cudnn": "cuDNN",
-    "cudnn-blocks": "cuDNN's blocks",
-}
+TABLE = re.compile(r"(<!-- table (\w+) (\S+(?: \S+)*?) -->\n\n).*?(\n<!-- end of table -->)", re.S)
+_NAMES = {"fa3": "FA3", "fa4": "FA4", "flex-fa4": "Flex on FA4", "sdpa-cudnn": "cuDNN"}
+_NAMES |= {"cudnn-blocks": "cuDNN's blocks", "cudnn-flex": "cuDNN flex"}
 
 
 def fill(text: str) -> str:
     """Returns a page's text with its tables made again."""
-    return TABLE.sub(lambda found: found[1] + _KINDS[found[2]](json.loads((ROOT / found[3]).read_text())) + found[4], text)
+
+    def made(found: re.Match) -> str:
+        return _KINDS[found[2]](*(json.loads((ROOT / file).read_text()) for file in found[3].split()))
+
+    return TABLE.sub(lambda found: found[1] + made(found) + found[4], text)
 
 
 def pages() -> list[Path]:
@@ -37,39 +38,40 @@ def pages() -> list[Path]:
 
 
 def _peers(data: dict) -> str:
-    names, rows = _rows_of_peers(data)
-    short = [_NAMES.get(name, name).replace("FlashAttention-", "FA").replace("FlexAttention", "Flex") for name in names]
-    head = ["shape", "mask", "sparse_flash", "/ best peer", *short]
-    return _markdown(
-        head, [[*facts, ours, f"**{ratio}**", *(cell or "-" for cell in theirs)] for facts, ours, ratio, theirs in rows]
-    )
-
-
-def _best(data: dict) -> str:
-    names, rows = _rows_of_peers(data)
-    lines = []
-    for facts, ours, ratio, theirs in rows:
-        speeds = {_NAMES.get(name, name): cell.split(" / ") for name, cell in zip(names, theirs, strict=True) if "/" in cell}
-        best = [max((float(of[step]), name, of[step]) for name, of in speeds.items() if of[step] != "-") for step in (0, 1)]
-        said = [f"{name}: {figure}" for _, name, figure in best]
-        if best[0][1] == best[1][1]:
-            said[1] = best[1][2]
-        lines.append([*facts, ours, " / ".join(said), f"**{ratio}**"])
-    return _markdown(["shape", "mask", "sparse_flash", "best peer", "/ best peer"], lines)
-
-
-def _rows_of_peers(data: dict) -> tuple[list[str], list[tuple[list[str], str, str, list[str]]]]:
-    """Returns (the peers, for each row: shape and mask, our figures, the ratios, the peers' figures). Raises ValueError for results
-    that are wrong or not to be relied on, which no page shows."""
+    """Raises ValueError for results that are wrong or not to be relied on, which no page shows."""
     table = tables(data)[0]
     first, last = table.columns.index("sparse_flash"), table.columns.index("spread")
+    peers = [_NAMES.get(name, name) for name in table.columns[first + 1 : last]]
     rows = []
     for cells in table.rows:
         row = dict(zip(table.columns, cells, strict=True))
         if row["correct"] != "yes" or "?" in "".join(cells):
             raise ValueError(f"{row['shape']} | {row['mask']} must be right and reliable; got {cells}; run bench --retry")
-        rows.append((cells[:2], row["sparse_flash"], row["x best peer"], cells[first + 1 : last]))
-    return table.columns[first + 1 : last], rows
+        theirs = (cell or "-" for cell in cells[first + 1 : last])
+        rows.append([*cells[:2], row["sparse_flash"], f"**{row['x best peer']}**", *theirs])
+    return _markdown(["shape", "mask", "sparse_flash", "/ best peer", *peers], rows)
+
+
+def _ranges(*runs: dict) -> str:
+    measured = [_ratios(run) for run in runs]
+    lines = []
+    for row, (ours, _) in measured[-1].items():
+        ratios = [of_run[row][1] for of_run in measured if row in of_run]
+        if len(ratios) >= 3:
+            spans = (f"{min(ratio):.2f} to {max(ratio):.2f}" for ratio in zip(*ratios, strict=True))
+            lines.append([*row, *map(number, ours), *spans])
+    return _markdown(["shape", "mask", "forward, ms", "backward, ms", "/ best peer, forward", "/ best peer, backward"], lines)
+
+
+def _ratios(run: dict) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
+    """Of each row that has peers: (our milliseconds; the fastest peer's over ours), forward and backward."""
+    times: dict[tuple[str, str], tuple[list, list]] = {}
+    for one in run.get("rows") or [case["case"] | case["result"] for case in run["cases"].values()]:
+        if "backward_ms" in one and one.get("correct", True):
+            of_row = times.setdefault((str(Shape(**one["shape"])), one["label"]), ([], []))
+            of_row[one["peer"] != OURS].append((one["forward_ms"], one["backward_ms"]))
+    found = {row: [[min(each) for each in zip(*side)] for side in of_row] for row, of_row in times.items() if all(of_row)}
+    return {row: (ours, [peer / mine for peer, mine in zip(theirs, ours)]) for row, (ours, theirs) in found.items()}
 
 
 def _calls(data: dict) -> str:
@@ -90,7 +92,7 @@ def _markdown(columns: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-_KINDS = {"peers": _peers, "best": _best, "calls": _calls}
+_KINDS: dict[str, Callable[..., str]] = {"peers": _peers, "ranges": _ranges, "calls": _calls}
 
 
 def main() -> None:
