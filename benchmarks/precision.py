@@ -10,7 +10,7 @@ rest runs. Writes precision.json after every row.
 
 Peers, dense and causal, their inputs rounded beforehand: FlashAttention-3's FP8 from the package fa3-fwd, with one scale a head
 (xformers' copy has none compiled in), and cuDNN's from the package nvidia-cudnn-frontend, with one scale a tensor. On Hopper
-cuDNN writes e4m3 only, and its errors have that rounding too.
+cuDNN writes e4m3 only, and its errors have that rounding too. Under random blocks, cuDNN's block-sparse attention in FP8.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from sparse_flash.core.eight_bits import attention_in_eight_bits
 from sparse_flash.kernels.common.eight_bits import TOP_EXPONENT
 
 from .baselines.flash import prepare_fa3_forward, quantize
+from .baselines.full_blocks import list_kept
 from .measure.accuracy import relative_error
 from .measure.throughput import time_ms, try_measuring
 from .program import RowFile, create_parser
@@ -57,9 +58,8 @@ class PrecisionRow:
         if self.density is None:
             return None if self.spec is None else sf.compile_mask(self.spec, self.tokens, block_size=self.block, device=device)
         count = self.tokens // self.block
-        generator = torch.Generator().manual_seed(5)
-        blocks = (torch.rand(count, count, generator=generator) < self.density) | torch.eye(count, dtype=torch.bool)
-        return sf.BlockMask.from_blocks(blocks.to(device), self.block)
+        order = torch.rand(count, count, generator=torch.Generator().manual_seed(5)).argsort(1)
+        return sf.BlockMask.from_blocks((order < round(self.density * count)).to(device), self.block)
 
 
 ROWS = [
@@ -68,7 +68,7 @@ ROWS = [
     PrecisionRow("dense 64K", None, None, 128, 65_536, 8, 8),
     PrecisionRow("causal 64K, 32/8", "causal", None, 128, 65_536, 32, 8),
     PrecisionRow("random 8%, blocks of 128, 64K, 32/8", None, 0.08, 128, 65_536, 32, 8),
-    PrecisionRow("random 20%, blocks of 128, 64K, 32/8", None, 0.20, 128, 65_536, 32, 8),
+    PrecisionRow("one block of 128 in 8, 64K", None, 1 / 8, 128, 65_536, 16, 16),
     PrecisionRow("random 8%, blocks of 64, 32K", None, 0.08, 64, 32_768, 16, 16),
     PrecisionRow("window 4096, 64K, 32/8", "causal & local(4096)", None, 128, 65_536, 32, 8),
     PrecisionRow("dense 16K, head_dim 64", None, None, 128, 16_384, 32, 32, 64),
@@ -158,6 +158,14 @@ def prepare_cudnn_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal:
     return attend
 
 
+def prepare_cudnn_blocks_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: sf.BlockMask) -> Callable:
+    """The whole call of cuDNN's block-sparse attention in FP8, which rounds q, k and v itself. Each row keeps as many blocks."""
+    from cudnn.block_sparse_attention.api import block_sparse_attention_fp8_forward
+
+    index, _ = list_kept(mask.kept_blocks().expand(*q.shape[:2], -1, -1))
+    return lambda: block_sparse_attention_fp8_forward(q, k, v, index, sparse_block_size=mask.block_size)["o_tensor"]
+
+
 PEERS: dict[str, Callable[..., Callable]] = {"FlashAttention-3 fp8": prepare_fa3_fp8, "cuDNN fp8": prepare_cudnn_fp8}
 
 
@@ -227,12 +235,13 @@ def measure_row(row: PrecisionRow, peers: bool, limit: int, device: torch.device
     mask = row.mask(device)
     pairs = row.tokens**2 if mask is None else round(mask.density * row.tokens**2)
     flops = 4 * pairs * row.heads * row.head_dim
-    moved = 3 * q.numel() + 5 * k.numel() + 5 * v.numel()  # bytes: read once in 16 bits, keys and values twice, and written in 8
     expected: dict[str, torch.Tensor] = {}  # by kind: the first result, which is bfloat16's
     contestants = list(list_contestants(row, q, k, v, mask))
     if peers and row.spec in (None, "causal") and row.density is None:
         for name, prepare in PEERS.items():
             contestants.append(Contestant(name, "attention", partial(prepare, q, k, v, row.spec == "causal")))
+    elif peers and mask is not None and row.density is not None and row.heads == row.kv_heads:
+        contestants.append(Contestant("cuDNN's blocks, fp8", "attention", partial(prepare_cudnn_blocks_fp8, q, k, v, mask)))
 
     def measure(one: Contestant) -> dict:
         with torch.no_grad():
@@ -243,7 +252,7 @@ def measure_row(row: PrecisionRow, peers: bool, limit: int, device: torch.device
         if one.kind == "choice":
             return result | {"density": out.density}
         if one.kind == "rounding":
-            return result | {"tb_per_s": moved / timing.median / 1e9}
+            return result
         if one.kind == "attention":
             result["tflops"] = flops / timing.median / 1e9
         numbers = read_out(out)
@@ -261,14 +270,9 @@ def format_result(result: dict) -> str:
     if "ms" not in result:
         return why_not(result)
     text = f"{result['ms']:8.3f} ms"
-    for name, form in (
-        ("tflops", "6.0f} TFLOP/s"),
-        ("speedup", "5.2f}x"),
-        ("tb_per_s", "6.2f} TB/s"),
-        ("density", "6.3f} density"),
-    ):
+    for name, form in {"tflops": "{:6.0f} TFLOP/s", "speedup": "{:5.2f}x", "density": "{:6.3f} density"}.items():
         if name in result:
-            text += f" {{:{form}".format(result[name])
+            text += " " + form.format(result[name])
     return text + (f"  differs from bf16 by {result['from_bf16']:.1e}" if "from_bf16" in result else "")
 
 
@@ -287,7 +291,8 @@ def main(arguments: list[str] | None = None) -> int:
     with torch.no_grad():
         for statistics in STATISTICS if "errors" in parts else ():
             found = try_measuring(partial(measure_errors, statistics, peers))
-            file.add("errors", {"statistics": statistics} | found, statistics, _short(found))
+            texts = (f"{name} {value:.2e}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items())
+            file.add("errors", {"statistics": statistics} | found, statistics, *texts)
     for row in ROWS if "rows" in parts else ():
         if options.row and not any(text in row.name for text in options.row):
             continue
@@ -298,10 +303,6 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"  {name:32}{format_result(result)}", flush=True)
     print(options.out)
     return 0
-
-
-def _short(found: dict) -> str:
-    return "; ".join(f"{name} {value:.2e}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items())
 
 
 if __name__ == "__main__":

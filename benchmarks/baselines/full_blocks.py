@@ -14,7 +14,7 @@ from ..workload.problem import Problem
 from .base import NOT_MEASURED, Peer, why_missing
 
 
-def _list_kept(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def list_kept(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(numbers of the kept blocks, in order; how many there are) for each row, int32. kept: (batch, heads, rows, blocks) bool."""
     count = kept.sum(-1, dtype=torch.int32)
     return torch.argsort(~kept, dim=-1, stable=True)[..., : int(count.max())].int().contiguous(), count
@@ -37,7 +37,7 @@ class CudnnBlocks(Peer):
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         kept = problem.mask.kept_blocks().expand(*problem.q.shape[:2], -1, -1)
-        lists = _list_kept(kept)
+        lists = list_kept(kept)
         return lambda: _CudnnFunction.apply(*problem.leaves, *lists, problem.mask.block_size)
 
 
@@ -78,7 +78,7 @@ class FastVideoBlocks(Peer):
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         kept = problem.mask.kept_blocks().expand(*problem.q.shape[:2], -1, -1)
-        lists = *_list_kept(kept), *_list_kept(kept.mT), torch.from_numpy(_count_keys(problem.mask)).to(problem.q.device)
+        lists = *list_kept(kept), *list_kept(kept.mT), torch.from_numpy(_count_keys(problem.mask)).to(problem.q.device)
         return lambda: _FastVideoFunction.apply(*problem.leaves, *lists)
 
 
