@@ -208,7 +208,7 @@ def normalize_picks(picks: Tensor, block_size: int, kv_len: int, own: bool) -> T
 
 @normalize_picks.register_fake
 def _(picks: Tensor, block_size: int, kv_len: int, own: bool) -> Tensor:
-    return picks.new_empty(*picks.shape[:3], picks.shape[3] + own, dtype=torch.int32)
+    return picks.new_empty(*picks.shape[:3], picks.shape[3] + int(own), dtype=torch.int32)
 
 
 def always_table(always: MaskLike | None, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask | None:
