@@ -6,7 +6,7 @@
 # make docs    builds the documentation site into site/; ARGS=serve shows it while you write
 # make kernels the tests that compile kernels for a Hopper GPU, which need not be there
 # make chips   compiles changed kernels for other GPUs and updates docs/chips.csv
-# make hub     writes build/torch-universal, which Hugging Face's kernels library loads the package from (docs/guides/serving.md)
+# make hub     writes build/torch-cuda and torch-cpu, which the Hub's kernels library loads (docs/guides/hugging-face.md)
 # make golden  adds what new patterns keep to tests/patterns/golden.json
 # make record  writes down what the compiled kernels of the tests spill: tests/kernels/spills.json
 # make matrix  runs the tests on the oldest and the newest versions that pyproject.toml allows, and on those between whose Triton
