@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "plots", "jinja2": "plots"}
 EXTRAS |= {"transformers": "transformers", "diffusers": "diffusers", "tokenizers": "train", "tensorboard": "train"}
-
 NEEDED = {"numpy", "scipy"}  # which nothing brings for a folder of `make hub`
 
 

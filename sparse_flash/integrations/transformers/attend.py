@@ -70,26 +70,22 @@ class LayerCall(NamedTuple):
         return self.settings.needs_positions or self.model_mask.is_chunked()
 
 
-def attend_layer(module, query, key, value, attention_mask, **options):
+def attend_layer(module, query, key, value, attention_mask, settings=None, **options):
     """Attends for Transformers: query (batch, heads, tokens, head_dim). Returns (batch, tokens, heads, head_dim), None."""
-    settings = getattr(module, SETTINGS, None)
+    settings = settings or getattr(module, SETTINGS, None)
     if settings is None:
         return _attend_as_before(module, query, key, value, attention_mask, **options)
-    return _attend_under(settings, module, query, key, value, attention_mask, **options)
-
-
-def flash_attn_forward(module, query, key, value, attention_mask, **options):
-    """Attends like ``attend_layer``. Transformers looks for this name in a kernel that it loads: attn_implementation="org/name"."""
-    return _attend_under(settings_by_name(module), module, query, key, value, attention_mask, **options)
-
-
-def _attend_under(settings, module, query, key, value, attention_mask, **options):
     if settings.why_dense(attention_mask, query, key):
         settings = settings.dense
     may_break = torch.compiler.is_compiling() and settings.plan is None
     outside = may_break and not _is_traceable(settings, attention_mask, query, key, **options)
     attend = _attend_outside_graphs if outside else _attend_switched
     return attend(settings, module, query, key, value, attention_mask, **options).transpose(1, 2).contiguous(), None
+
+
+def flash_attn_forward(module, *tensors, **options):
+    """Attends like ``attend_layer``. Transformers looks for this name in a kernel that it loads: attn_implementation="org/name"."""
+    return attend_layer(module, *tensors, settings=settings_by_name(module), **options)
 
 
 def _is_traceable(settings: LayerSettings, model_mask, query, key, dropout=0.0, softcap=None, **_) -> bool:

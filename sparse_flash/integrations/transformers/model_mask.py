@@ -189,14 +189,13 @@ class ModelMask(FlexBlockMask):
         mask = restrict_mask(mask, limits, position) if limits or (mask is not None and position) else mask
         if self.kept_pairs is None:
             return mask
-        made_for = mask, self.key_count, device
-        if made_for in self._tables:
-            return self._tables[made_for]
+        if (mask, self.key_count, device) in self._tables:
+            return self._tables[mask, self.key_count, device]
         kept = self.kept_pairs[..., : self.key_count].to(device).expand(-1, -1, self.q_length, -1)
         if mask is not None:
             table = mask if isinstance(mask, BlockMask) else compile_cached(mask, self.q_length, self.key_count, _BLOCK, device)
             kept = kept & table.to_dense()
-        return self._tables.setdefault(made_for, BlockMask.from_dense(kept, _BLOCK))
+        return self._tables.setdefault((mask, self.key_count, device), BlockMask.from_dense(kept, _BLOCK))
 
 
 _FIELDS = tuple(inspect.signature(ModelMask.__init__).parameters)[1:]
