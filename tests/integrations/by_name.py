@@ -83,7 +83,7 @@ def check_masks_by_name(folder: str) -> None:
         right = tiny.outcome(dense, inputs, seen)
         for model in (named, one_line, saved, compiled):
             tiny.close_outcomes(tiny.outcome(model, inputs, seen), right)
-    refuse(named, "must be 2-D, .*, under a mask such as", torch.ones(2, 1, 150, 150, dtype=torch.bool))
+    refuse(named, "must be 2-D, .* under causal &", torch.ones(2, 1, 150, 150, dtype=torch.bool))
     refuse(saved, "numbers cannot be added", torch.zeros(2, 1, 150, 150))
     refuse(loaded("llama", f"{NAME}:local(9)", folder), "must be within causal and say so")
 

@@ -127,8 +127,8 @@ def _attend_switched(
         cu_seqlens = find_sequences(model_mask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     elif kept is not None:
         raise ValueError(
-            f"attention_mask must be 2-D, (batch, tokens), or None, under a mask such as {settings.given}; got pairs of tokens, "
-            "which do not say where sequences start; pass BlockMask.from_dense(pairs) as the mask, or 'own' for this layer"
+            f"attention_mask must be 2-D, (batch, tokens), or None under {settings.given}: pairs do not say where sequences start; "
+            f"got shape {tuple(attention_mask.shape)}; pass BlockMask.from_dense(pairs) as the mask, or 'own' for this layer"
         )
     _check_call(call, cu_seqlens is not None)
     if not model_mask.ends_in_graph() and model_mask.key_count != model_mask.kv_length:  # a static cache
