@@ -1,12 +1,12 @@
 # make quick   lint, types and a sample of the tests that touches every room, in two minutes
 # make bench   runs the benchmark on this machine, in minutes       make test   runs the tests
 # make train   a small language model, dense and sparse, in two minutes     make ranks  the tests that start processes
-# make lint    ruff and mypy, as .ci/run runs them                make wheel  builds the wheel and tries it outside the checkout
+# make lint    ruff and mypy, as .ci/run runs them                make wheel  builds sdist and wheel, and tries them outside the checkout
 # make experiments  the tests of experiments/, the programs behind docs/evidence.md
 # make docs    builds the documentation site into site/; ARGS=serve shows it while you write
 # make kernels the tests that compile kernels for a Hopper GPU, which need not be there
 # make chips   compiles changed kernels for other GPUs and updates docs/chips.csv
-# make hub     writes build/torch-universal, which Hugging Face's kernels library loads the package from (docs/guides/serving.md)
+# make hub     writes build/torch-cuda and torch-cpu, which the Hub's kernels library loads (docs/guides/hugging-face.md)
 # make golden  adds what new patterns keep to tests/patterns/golden.json
 # make record  writes down what the compiled kernels of the tests spill: tests/kernels/spills.json
 # make matrix  runs the tests on the oldest and the newest versions that pyproject.toml allows, and on those between whose Triton
@@ -106,17 +106,17 @@ $(addprefix matrix-,oldest $(BETWEEN) newest): matrix-%: .matrix/%/.ready
 	.matrix/$*/bin/sparse-flash doctor
 	OMP_NUM_THREADS=1 .matrix/$*/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
-# Installed into a separate environment and run outside the checkout, so only what is in the wheel can be imported: first without
-# extras, where the command says which one it needs.
+# The wheel is built from the source distribution. Installed into a separate environment and run outside the checkout, so only what is
+# in the wheel can be imported: first without extras, where README's first code runs, and the command says which extra it needs.
 wheel: $(READY)
 	rm -rf build dist
-	$(BIN)/python -m build --quiet --wheel
+	$(BIN)/python -m build --quiet
 	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && set -e && \
 	$(BIN)/python -m venv "$$directory/venv" && \
 	"$$directory/venv/bin/python" $(PIP_INSTALL) -c constraints.txt $(TORCH) && \
 	"$$directory/venv/bin/python" $(PIP_INSTALL) -c constraints.txt dist/*.whl && \
-	(cd "$$directory" && venv/bin/python -c 'import torch, sparse_flash as sf; print(sf.__file__, \
-	  sf.attention(*torch.randn(3, 1, 2, 512, 64), "causal & butterfly").shape)' && \
+	sed '1,/^```python/d; /^```/,$$d' README.md > "$$directory/first.py" && \
+	(cd "$$directory" && venv/bin/python first.py && \
 	! venv/bin/sparse-flash 2> said && cat said && grep -q 'pip install "sparse-flash\[cli\]"' said) && \
 	"$$directory/venv/bin/python" $(PIP_INSTALL) -c constraints.txt "$$(echo dist/*.whl)[all]" && \
 	cd "$$directory" && venv/bin/sparse-flash doctor && venv/bin/sparse-flash gallery

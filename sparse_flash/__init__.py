@@ -6,6 +6,8 @@ from importlib.util import find_spec as _find_spec
 from pathlib import PurePath as _PurePath
 from typing import TYPE_CHECKING
 
+from .compat.extras import naming_extra as _naming_extra
+
 if TYPE_CHECKING:
     from .benchmarks.rows import BenchRow as BenchRow
     from .benchmarks.rows import bench as bench
@@ -27,18 +29,25 @@ if not _find_spec(".patterns", __name__):  # a top-level folder of the checkout,
 _program = _sys.argv[0] if _sys.argv else ""
 _command = _sys.orig_argv[-len(_sys.argv)] if _program == "-m" else _PurePath(_program).stem
 if TYPE_CHECKING or _command not in ("sparse-flash", "sparse_flash"):
-    from .names import *  # noqa: F403
+    with _naming_extra():
+        from .names import *  # noqa: F403
 
 # Imported at their first use: most programs need neither groups of processes nor the benchmark.
 _LATE = dict.fromkeys(("ContextPlan", "context_parallel"), "parallel")
 if _find_spec(".benchmarks", __name__):  # `make hub` leaves the benchmark out
     _LATE |= dict.fromkeys(("BenchRow", "bench"), "benchmarks.rows")
+# Transformers looks for this name, and for flash_attn_forward, in a kernel that it loads by name.
+supports_flash_attn = True
 
 
 def __getattr__(name: str) -> object:
     names = _import_module(".names", __name__)
     if name == "__all__":
         return sorted((*names.__all__, *_LATE))
+    if name in ("flash_attn_forward", "use_sparse_flash"):  # the second is for those who loaded a kernel
+        return getattr(_import_module(".integrations.transformers", __name__), name)
+    if name == "flash_attn_func" and (loaded := _sys.modules.get(f"{__name__}.integrations.transformers")):
+        loaded.register_masks()  # Transformers looks for this name, too, once it has registered flash_attn_forward
     if name not in (*names.__all__, *_LATE):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_import_module(f".{_LATE.get(name, 'names')}", __name__), name)

@@ -6,26 +6,29 @@ import io
 import json
 import pickle
 import re
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
 
+import packaging.version
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 
-build = run_path(str(Path(__file__).parent.parent / ".ci" / "hub.py"))["build"]
+TESTS = Path(__file__).parent
+build = run_path(str(TESTS.parent / ".ci" / "hub.py"))["build"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder torch-universal, and its metadata."""
-    folder = build(tmp_path_factory.mktemp("build"))
+    """The folder torch-cpu, and its metadata."""
+    folder = build(tmp_path_factory.mktemp("build"))["cpu"]
     return SimpleNamespace(folder=folder, metadata=json.loads((folder / "metadata.json").read_text()))
 
 
@@ -33,7 +36,7 @@ def built(tmp_path_factory):
 def other(built):
     """The package of that folder, under the name that its metadata gives it."""
     name = built.metadata["id"]
-    spec = importlib.util.spec_from_file_location(name, built.folder / "sparse_flash" / "__init__.py")
+    spec = importlib.util.spec_from_file_location(name, built.folder / "__init__.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
@@ -48,7 +51,7 @@ def drawn(seed: int, tokens: int) -> list[torch.Tensor]:
 
 
 def test_files_of_the_folder_import_each_other_by_relative_names_and_lack_none(built):
-    package = built.folder / "sparse_flash"
+    package = built.folder
     files = sorted(package.rglob("*.py"))
     assert len(files) > 150 and not (package / "cli").exists() and not (package / "benchmarks").exists()
     for file in files:
@@ -129,3 +132,22 @@ def test_each_copy_switches_its_models(other):
         assert package.masks_of(one) == dict.fromkeys(range(2), "causal & local(9)")
     assert torch.equal(*logits)
     assert names[0] == "block_sparse" != names[1] and "flash" not in names[1]
+
+
+@pytest.mark.parametrize(
+    "missing, what", [("numpy", "import sparse_flash"), ("scipy", "sparse_flash.compile_mask('butterfly', 300)")]
+)
+def test_a_folder_says_which_library_it_lacks(missing, what):
+    program = f"import sys; sys.modules[{missing!r}] = None; import sparse_flash; sparse_flash.compile_mask('causal', 300); {what}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert f"ModuleNotFoundError: {missing} is missing: pip install {missing}\n" in done.stderr
+
+
+def test_models_load_the_package_by_a_name_of_the_hub(built):
+    """In a process of its own, which loads it as Transformers does, and knows it by no other name."""
+    pytest.importorskip("kernels")
+    if packaging.version.parse(pytest.importorskip("transformers").__version__) < packaging.version.parse("5.18"):
+        pytest.skip("Transformers loads attention of this form since 5.18")
+    program = TESTS / "integrations" / "by_name.py"
+    done = subprocess.run([sys.executable, program, built.folder.parent], capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-5000:]

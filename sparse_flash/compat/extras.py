@@ -1,10 +1,11 @@
-"""The optional libraries, each with the extra of ``pyproject.toml`` that brings it, and the error of a missing one."""
+"""The libraries that may be missing, each with the extra of ``pyproject.toml`` that brings it, and the error of a missing one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "plots", "jinja2": "plots"}
 EXTRAS |= {"transformers": "transformers", "diffusers": "diffusers", "tokenizers": "train", "tensorboard": "train"}
+NEEDED = {"numpy", "scipy"}  # which nothing brings for a folder of `make hub`
 
 
 @contextmanager
@@ -13,6 +14,7 @@ def naming_extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (library := (error.name or "").partition(".")[0]) not in EXTRAS:
+        if (library := (error.name or "").partition(".")[0]) not in EXTRAS.keys() | NEEDED:
             raise
-        raise ModuleNotFoundError(f'{library} is missing: pip install "sparse-flash[{EXTRAS[library]}]"', name=library) from None
+        wanted = library if library in NEEDED else f'"sparse-flash[{EXTRAS[library]}]"'
+        raise ModuleNotFoundError(f"{library} is missing: pip install {wanted}", name=library) from None

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ..compat.extras import naming_extra
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, SparseMatrix, runs_of, union
 from .pattern import DerivedPattern, Pattern, Runs, evaluate_rule, layout_of
 
@@ -24,7 +25,8 @@ _RowRuns: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 def block_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
     """The states that ``block_rule`` gives; all blocks are partial if it gives none. Raises ValueError for another form."""
-    given = pattern.block_rule(grid)
+    with naming_extra():  # scipy
+        given = pattern.block_rule(grid)
     if given is None:
         return BlockRuns(grid.shape, np.zeros(1, np.int64), np.full(1, PARTIAL, np.int8))
     states = BlockRuns.from_sparse(given) if hasattr(given, "tocoo") else given

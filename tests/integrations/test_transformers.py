@@ -242,6 +242,17 @@ def test_keywords_that_are_not_carried_are_refused_by_name(name):
     attend(layer, q, q, q, None, is_causal=True, position_ids=None, output_attentions=False, use_cache=True, labels=torch.zeros(1))
 
 
+def test_pairs_are_read_once_for_all_layers_and_again_when_they_change(monkeypatch):
+    made, from_dense = [], sf.BlockMask.from_dense
+    monkeypatch.setattr(sf.BlockMask, "from_dense", lambda *given: made.append(given) or from_dense(*given))
+    model, x, pairs = decoder_of("mistral"), words(), torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+    ours, theirs = use_sparse_flash(model, "own"), decoder_of("mistral")
+    for count in (1, 2):
+        close(ours(x, attention_mask=pairs).logits, theirs(x, attention_mask=pairs).logits)
+        assert len(made) == count < len(model.model.layers) * count
+        pairs[..., 1:, 0] = False
+
+
 COMPUTES = [lambda mask: torch.zeros(1) + mask, lambda mask: mask.masked_fill(mask, 0), lambda mask: mask[:, :, :3]]
 
 

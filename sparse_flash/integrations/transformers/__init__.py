@@ -28,7 +28,7 @@ from ...core.backends import check_name
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern
 from ..models import MaskRecord, count_causal, describe_layer, record_layers, unswitched_error
-from .attend import NAME, PREVIOUS, SETTINGS, attend_layer, shard_arguments
+from .attend import NAME, PREVIOUS, SETTINGS, attend_layer, flash_attn_forward, shard_arguments
 from .given_masks import CONFIG_KEY, OWN, keep_record, read_masks
 from .layers import check_acts_by_token, find_self_attention, find_tower, is_decoder, takes_interface, unwrap_model
 from .model_mask import create_model_mask
@@ -112,7 +112,7 @@ def use_sparse_flash(
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
         model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
     setattr(model, _PLAN, plan)
-    keep_record(model, record)
+    keep_record((model.config, next(iter(layers.values())).config), record)
     return wrapped
 
 
@@ -198,6 +198,13 @@ def _switch(model, part, layers) -> None:
 
 def _implementation(module) -> str | None:
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def register_masks() -> None:
+    """Replaces SDPA's masks, tensors of all pairs, under the names that Transformers registered ``flash_attn_forward`` by."""
+    for name, function in AttentionInterface().items():
+        if function is flash_attn_forward:
+            AttentionMaskInterface.register(name, create_model_mask)
 
 
 AttentionInterface.register(NAME, attend_layer)

@@ -26,7 +26,7 @@ from ...masks.block_mask import BlockMask
 from ...masks.parsing import parse
 from ...masks.pattern import PerBatch, PerEntry
 from ...selection.block_selection import BlockSelection
-from .given_masks import CONFIG_KEY, LayerSettings, future_error
+from .given_masks import CONFIG_KEY, LayerSettings, future_error, settings_by_name
 from .layers import unsupported_error
 from .model_mask import ModelMask, find_sequences, read_model_mask
 
@@ -70,9 +70,9 @@ class LayerCall(NamedTuple):
         return self.settings.needs_positions or self.model_mask.is_chunked()
 
 
-def attend_layer(module, query, key, value, attention_mask, **options):
+def attend_layer(module, query, key, value, attention_mask, settings=None, **options):
     """Attends for Transformers: query (batch, heads, tokens, head_dim). Returns (batch, tokens, heads, head_dim), None."""
-    settings = getattr(module, SETTINGS, None)
+    settings = settings or getattr(module, SETTINGS, None)
     if settings is None:
         return _attend_as_before(module, query, key, value, attention_mask, **options)
     if settings.why_dense(attention_mask, query, key):
@@ -81,6 +81,11 @@ def attend_layer(module, query, key, value, attention_mask, **options):
     outside = may_break and not _is_traceable(settings, attention_mask, query, key, **options)
     attend = _attend_outside_graphs if outside else _attend_switched
     return attend(settings, module, query, key, value, attention_mask, **options).transpose(1, 2).contiguous(), None
+
+
+def flash_attn_forward(module, *tensors, **options):
+    """Attends like ``attend_layer``. Transformers looks for this name in a kernel that it loads: attn_implementation="org/name"."""
+    return attend_layer(module, *tensors, settings=settings_by_name(module), **options)
 
 
 def _is_traceable(settings: LayerSettings, model_mask, query, key, dropout=0.0, softcap=None, **_) -> bool:
@@ -117,7 +122,14 @@ def _attend_switched(
     call = LayerCall(settings, kept, module, model_mask, query, key, value, options, dropout, softcap, s_aux)
     if settings.plan is not None:
         return _attend_by_plan(call, settings.plan, block_indices)
-    cu_seqlens = find_sequences(model_mask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    cu_seqlens = None
+    if not isinstance(attention_mask, torch.Tensor):  # of pairs, which says all
+        cu_seqlens = find_sequences(model_mask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    elif kept is not None:
+        raise ValueError(
+            f"attention_mask must be 2-D, (batch, tokens), or None under {settings.given}: pairs do not say where sequences start; "
+            f"got shape {tuple(attention_mask.shape)}; pass BlockMask.from_dense(pairs) as the mask, or 'own' for this layer"
+        )
     _check_call(call, cu_seqlens is not None)
     if not model_mask.ends_in_graph() and model_mask.key_count != model_mask.kv_length:  # a static cache
         call = call._replace(key=key[:, :, : model_mask.key_count], value=value[:, :, : model_mask.key_count])

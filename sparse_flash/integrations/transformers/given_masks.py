@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -10,6 +10,7 @@ import torch
 
 from ...api.shared import SharedSequence
 from ...choosers.built_in import Scored
+from ...compat.constants import constant_in_graphs
 from ...decoding.arguments import MAX_QUERIES
 from ...masks.block_mask import BlockMask, convert_foreign_mask
 from ...masks.chooser import HeadChoice, choices_of, has_choosers, is_causal, map_heads, without_choosers
@@ -86,6 +87,30 @@ def read_masks(
         raise ValueError(future_error(f"the mask of layers {wrong}", given[wrong[0]]))
     _check_plans({number: one.plan for number, one in masks.items()})
     return masks, _record_of(given, **(counts if chosen else {}), **({"bidirectional": True} if bidirectional else {}))
+
+
+def settings_by_name(layer: Any) -> LayerSettings:
+    """Returns the settings of a layer with ``attn_implementation="org/name:MASK"``: of that mask, otherwise of the config's record,
+    otherwise of the model's own mask. Transformers cuts a name at "|", which is "or" in it. Raises ValueError for masks of layers
+    that see both ways, as these may belong to another part of the model."""
+    name, _, mask = layer.config._attn_implementation.partition(":")
+    mask, record = mask.replace(" or ", " | "), getattr(layer.config, CONFIG_KEY, None)
+    others: tuple[Any, ...] = ()
+    if record is not None and not mask and "/" in name:  # NAME is that of a layer left unchanged
+        _check_format(record)
+        mask = record["layers"][str(layer.layer_idx)]
+        others = tuple((key, value) for key, value in record.items() if key not in ("format", "layers"))
+    if mask and not is_decoder(layer):
+        way_out = "leave it out, and call use_sparse_flash(model, mask) of the loaded kernel"
+        raise ValueError(f"a mask by name must be of a decoder's layers; got {mask} for {type(layer).__name__}; {way_out}")
+    return _settings_of(mask or OWN, others)
+
+
+@constant_in_graphs
+@cache
+def _settings_of(mask: str, others: tuple[Any, ...]) -> LayerSettings:
+    options: dict[str, Any] = {"bidirectional": False, "backend": "auto", "deterministic": None, "precision": None}
+    return _make_settings(_normalize_mask(mask), **_COUNTS | options | dict(others))
 
 
 def _assign_masks(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
@@ -187,11 +212,15 @@ def _make_settings(given: Any, dense_last: int, **options: Any) -> LayerSettings
     return LayerSettings(given, kept, needs_positions, dense=dense, **options)
 
 
-def _read_layers(record: Any, numbers: list[int]) -> dict[int, str]:
-    """Returns the masks of a config's record by layer. Raises ValueError if its layers are not these numbers."""
+def _check_format(record: Any) -> None:
     if record.get("format") != _FORMAT:
         said = f"config.{CONFIG_KEY} must be of format {_FORMAT}; got {record.get('format')!r}"
         raise ValueError(f"{said}; install the release of sparse_flash that saved it, or pass a mask")
+
+
+def _read_layers(record: Any, numbers: list[int]) -> dict[int, str]:
+    """Returns the masks of a config's record by layer. Raises ValueError if its layers are not these numbers."""
+    _check_format(record)
     layers = {int(number): text if text == OWN else cast(str, parse(text).to_spec()) for number, text in record["layers"].items()}
     if set(layers) != set(numbers):
         said = f"config.{CONFIG_KEY} must have the layers of the model, {numbers[0]} to {numbers[-1]}; got {sorted(layers)}"
@@ -199,12 +228,13 @@ def _read_layers(record: Any, numbers: list[int]) -> dict[int, str]:
     return layers
 
 
-def keep_record(model: Any, record: dict[str, Any] | None) -> None:
-    """Keeps the record of masks in a model's config, or none if all masks are the model's own."""
-    if record is not None and set(record["layers"].values()) != {OWN}:
-        setattr(model.config, CONFIG_KEY, record)
-    elif CONFIG_KEY in vars(model.config):
-        delattr(model.config, CONFIG_KEY)
+def keep_record(configs: Iterable[Any], record: dict[str, Any] | None) -> None:
+    """Keeps the record of masks in the configs of a model and its layers, or none if all masks are the model's own."""
+    for config in configs:
+        if record is not None and set(record["layers"].values()) != {OWN}:
+            setattr(config, CONFIG_KEY, record)
+        elif CONFIG_KEY in vars(config):
+            delattr(config, CONFIG_KEY)
 
 
 def _record_of(masks: Mapping[int, Any], **settings: object) -> dict[str, Any] | None:

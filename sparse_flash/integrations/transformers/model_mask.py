@@ -26,6 +26,7 @@ from ...masks.pattern import And, Pattern
 from ...masks.rules import move_pattern
 
 _BLOCK = 128
+_TABLES = "_sparse_flash_tables"  # of a tensor of pairs
 
 _NO_TENSOR = (
     "the model computes with its attention mask, which is no tensor under sparse_flash; use another implementation, such as "
@@ -188,13 +189,13 @@ class ModelMask(FlexBlockMask):
         mask = restrict_mask(mask, limits, position) if limits or (mask is not None and position) else mask
         if self.kept_pairs is None:
             return mask
-        if (mask, device) in self._tables:
-            return self._tables[mask, device]
+        if (mask, self.key_count, device) in self._tables:
+            return self._tables[mask, self.key_count, device]
         kept = self.kept_pairs[..., : self.key_count].to(device).expand(-1, -1, self.q_length, -1)
         if mask is not None:
             table = mask if isinstance(mask, BlockMask) else compile_cached(mask, self.q_length, self.key_count, _BLOCK, device)
             kept = kept & table.to_dense()
-        return self._tables.setdefault((mask, device), BlockMask.from_dense(kept, _BLOCK))
+        return self._tables.setdefault((mask, self.key_count, device), BlockMask.from_dense(kept, _BLOCK))
 
 
 _FIELDS = tuple(inspect.signature(ModelMask.__init__).parameters)[1:]
@@ -330,12 +331,26 @@ def read_model_mask(mask: Any, query: torch.Tensor, key: torch.Tensor, causal: b
     if mask is None:
         return ModelMask(query.shape[2], key.shape[2], "causal" if causal else "full", window, key_count=key.shape[2])
     if not isinstance(mask, ModelMask):
-        raise ValueError(
-            f"attention_mask must be 2-D, (batch, tokens), or None; got shape {tuple(mask.shape)}; for pairs of tokens pass "
-            "BlockMask.from_dense(pairs) as the mask of use_sparse_flash"
-        )
+        if mask.dtype != torch.bool or mask.dim() != 4:
+            raise ValueError(
+                "attention_mask must be 2-D, (batch, tokens), None, or bool of (batch, heads | 1, queries, keys), True for pairs "
+                f"that attend; got {mask.dtype} of {tuple(mask.shape)}; numbers cannot be added to scores"
+            )
+        model_mask = ModelMask(query.shape[2], key.shape[2], kept_pairs=mask, key_count=key.shape[2])
+        model_mask._tables = _tables_of(mask)
+        return model_mask
     made_in_graph = mask.key_count is None and not torch.compiler.is_compiling()
     return mask.changed(key_count=int(mask.key_count_tensor)) if made_in_graph else mask
+
+
+def _tables_of(pairs: torch.Tensor) -> dict:
+    """Returns the tables that earlier layers made of the pairs, which hold them as long as they do not change."""
+    version = None if pairs.is_inference() else pairs._version
+    of_version, tables = getattr(pairs, _TABLES, (None, {}))
+    if version is None or of_version != version:
+        tables = {}
+        setattr(pairs, _TABLES, (version, tables))
+    return tables
 
 
 def find_sequences(model_mask: ModelMask, query, position_ids, cu_seq_lens_q, cu_seq_lens_k) -> torch.Tensor | None:
