@@ -1,5 +1,7 @@
-"""MiniMax-M3 of Transformers, whose queries choose blocks of keys: over the chosen blocks it equals its own dense attention."""
+"""MiniMax-M3 of Transformers, whose queries choose blocks of keys: over these blocks it equals its own dense attention. Kernels
+choose after ``use_sparse_flash``, and the model does if this package is loaded by name."""
 
+from functools import wraps
 from itertools import pairwise
 
 import pytest
@@ -25,7 +27,7 @@ BOUNDS = [
     47,
     75,
 ]  # of sequences in a row; none of them starts with a block, or is longer than the blocks that a query chooses
-CHOOSERS = pytest.mark.parametrize("chooser", ["model"])
+CHOOSERS = pytest.mark.parametrize("chooser", ["kernels", "model"])
 
 
 def words() -> torch.Tensor:
@@ -46,6 +48,9 @@ def model():
 
 def switched(model, chooser, masks="own"):
     use_sparse_flash(model, masks)
+    if chooser == "model":
+        for layer in model.model.layers[1:]:
+            del layer.self_attn.indexer.forward
     return model
 
 
@@ -78,6 +83,16 @@ def test_chosen_blocks_give_the_logits_and_gradients_of_dense_attention(model, c
     assert len(chosen) == 2 and all(s.block_size == 16 and s.density < 0.4 for s in chosen)
 
 
+def test_no_scores_and_no_mask_of_all_pairs_are_made(model, monkeypatch):
+    use_sparse_flash(model)
+    for name in ("forward", "build_block_mask"):
+        refuse = wraps(getattr(modeling.MiniMaxM3VLIndexer, name))(lambda *args: pytest.fail("the model's own code ran"))
+        monkeypatch.setattr(modeling.MiniMaxM3VLIndexer, name, refuse)
+    for more in ({}, {"attention_mask": padded(words(), "left")}, {"position_ids": positions()}):
+        outcome(model, {"input_ids": words(), "use_cache": False, **more})
+    model.generate(words()[:, :20], max_new_tokens=2)
+
+
 @CHOOSERS
 @pytest.mark.parametrize("side, count", [("right", 20), ("left", 6), ("left", 16), ("left", 40), ("left", 70)])
 def test_padding_gives_the_logits_and_gradients_of_dense_attention(model, chooser, side, count):
@@ -97,7 +112,7 @@ def outcome_alone(model, bounds):
 
 
 @CHOOSERS
-@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens", "padding"])
+@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens", "padding", "a static cache"])
 def test_packed_sequences_attend_as_each_alone(model, chooser, told_by):
     bounds = torch.tensor(BOUNDS, dtype=torch.int32)
     x, seen, given = words()[:1], slice(None), {"position_ids": positions()}
@@ -106,9 +121,16 @@ def test_packed_sequences_attend_as_each_alone(model, chooser, told_by):
     elif told_by == "padding":
         x, given["position_ids"], exist = (pad(t, (9, 4)) for t in (x, given["position_ids"], torch.ones_like(x)))
         given["attention_mask"], seen = exist, slice(9, 9 + TOKENS)
+    elif told_by == "a static cache":
+        given |= {"past_key_values": StaticCache(model.config, max_cache_len=96)}
     wanted = outcome_alone(model, BOUNDS)
     given |= {"input_ids": x, "use_cache": False}
     close_outcomes(outcome(switched(model, chooser), given, (slice(None), seen)), wanted)
+
+
+def test_packed_sequences_of_any_length_attend_as_each_alone_if_kernels_choose(model):
+    wanted, given = outcome_alone(model, [0, 10, TOKENS]), {"position_ids": positions([0, 10, TOKENS]), "use_cache": False}
+    close_outcomes(outcome(use_sparse_flash(model), {"input_ids": words()[:1], **given}), wanted)
 
 
 @CHOOSERS
@@ -168,7 +190,7 @@ def test_generation_reads_the_chosen_blocks_and_goes_on_as_dense_attention_does(
     assert sum(isinstance(mask, sf.BlockSelection) for mask in seen) == 2 * 30  # the prompt is short
 
 
-@pytest.mark.parametrize("chooser, tokens", [("model", 12)])
+@pytest.mark.parametrize("chooser, tokens", [("kernels", 45), ("model", 12)])
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_sequences_padded_on_the_left_generate_as_each_alone(model, chooser, tokens, cache):
     options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "cache_implementation": cache}

@@ -28,6 +28,7 @@ from ...masks.pattern import PerBatch, PerEntry
 from ...selection.block_selection import BlockSelection, check_selection_block, normalize_picks
 from ...selection.packed_selection import PackedSelection
 from .given_masks import CONFIG_KEY, LayerSettings, future_error
+from .indexers import choose_blocks
 from .layers import unsupported_error
 from .model_mask import ModelMask, find_sequences, read_model_mask
 
@@ -109,7 +110,7 @@ def _attend_switched(
     settings: LayerSettings, module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None,
     sliding_window=None, is_causal=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None, block_indices=None, **unknown
 ) -> torch.Tensor:  # fmt: skip
-    """Returns (batch, heads, tokens, head_dim), as all functions below do. block_indices: (batch, kv_heads, tokens, n)."""
+    """Returns (batch, heads, tokens, head_dim), as all functions below do. block_indices: see ``_attend_chosen_blocks``."""
     # An option that is off is None, or False for a switch.
     used = sorted(name for name, one in unknown.items() if one is not None and one is not False and name not in _WITHOUT_EFFECT)
     if used:
@@ -186,8 +187,9 @@ def _attend(call: LayerCall, **lengths: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, attention(call.query, call.key, call.value, mask, precision=precision, **options))
 
 
-def _find_runs(call: LayerCall, cu_seqlens: torch.Tensor | None = None) -> list[tuple[int, ...]]:
-    """Returns the runs of ``_attend_runs`` that have queries: the sequence of each row, or its packed sequences."""
+def _find_runs(call: LayerCall, cu_seqlens: Any = None, position_ids: Any = None) -> list[tuple[int, ...]]:
+    """Returns the runs of ``_attend_runs`` that have queries: the sequence of each row, or its packed sequences. position_ids: of
+    the queries, (batch, tokens), instead of positions that count from a sequence's first token."""
     model_mask, (batch, _, tokens, _), runs = call.model_mask, call.query.shape, list[tuple[int, ...]]()
     earlier = model_mask.key_count - tokens
     if cu_seqlens is not None and (earlier or model_mask.first_key_position):
@@ -202,6 +204,10 @@ def _find_runs(call: LayerCall, cu_seqlens: torch.Tensor | None = None) -> list[
         for low, high in pairwise(sorted({start, stop, *within})):
             if high > earlier:
                 runs.append((row, max(0, low - earlier), high - earlier, low, high, position))
+    if position_ids is not None:
+        rows, lows = torch.tensor([run[:2] for run in runs], dtype=torch.int64, device=position_ids.device).view(-1, 2).T
+        positions = position_ids[rows, lows].tolist()
+        runs = [(*run[:5], one - (run[1] + earlier - run[3])) for run, one in zip(runs, positions, strict=True)]
     return runs
 
 
@@ -268,11 +274,10 @@ def _roll_tokens(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return tensor.gather(2, token[:, None, :, None].expand_as(tensor))  # take_along_dim fixes the length of a graph to one number
 
 
-def _attend_chosen_blocks(
-    call: LayerCall, chosen: torch.Tensor, position_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None
-) -> torch.Tensor:
+def _attend_chosen_blocks(call: LayerCall, chosen: Any, position_ids: torch.Tensor | None, cu_seqlens: Any) -> torch.Tensor:
     """Attends each query to the blocks that it chose, which include the query's block, up to the query. As in the model, a block
-    is of ``index_block_size`` positions from a multiple of it on; without position_ids, of so many keys of a row."""
+    is of ``index_block_size`` positions from a multiple of it on; without position_ids, of so many keys of a row. chosen: (batch,
+    kv_heads, tokens, n), or the indexer's queries and keys."""
     settings, model_mask = call.settings, call.model_mask
     unsupported = {
         "a mask of its own (leave it out, or pass 'own' for this layer)": settings.kept is not None,
@@ -289,35 +294,28 @@ def _attend_chosen_blocks(
     runs = None
     if cu_seqlens is not None or (model_mask.key_starts is not None and any(first for first, *_ in model_mask.sequences)):
         position_ids = torch.arange(keys - tokens, keys)[None] if position_ids is None else position_ids
-        runs = _place_runs(_find_runs(call, cu_seqlens), position_ids.expand(batch, -1), keys - tokens)
-    _check_scores(runs or (), chosen.shape[3] * size)
-    picks = normalize_picks(chosen, size, keys, False)
+        runs = _find_runs(call, cu_seqlens, position_ids.expand(batch, -1))
+    if isinstance(chosen, tuple):
+        picks = choose_blocks(call.module.indexer, chosen[0], chosen[1][:, :, :keys], runs)
+    else:
+        # The model takes a key's index for its position. Elsewhere its scores are of other keys, unless queries choose all blocks.
+        most = chosen.shape[3] * size
+        for *_, start, stop, first in runs or ():
+            if start != first and first + stop - start > most:
+                raise ValueError(
+                    f"position_ids must be indices in the row for a sequence of more than {most} tokens, as the model, which "
+                    f"chooses, scores keys by index; got position {first} at index {start} of one of {stop - start} tokens; call "
+                    "use_sparse_flash(model), uncompiled, to score by position, or give each sequence a row, padded on the right"
+                )
+        picks = normalize_picks(chosen, size, keys, False)
     if runs is None:  # padding comes after the tokens that exist
         model_mask = model_mask.changed(key_starts=None, key_stops=None, first_token=None)
         return _attend_rows(call._replace(kept=BlockSelection(picks, tokens, keys, size), model_mask=model_mask))
-    if cu_seqlens is None or model_mask.key_starts is not None or any(first for *_, first in runs):
+    of_rows = cu_seqlens is None or model_mask.key_starts is not None or model_mask.key_count_tensor is not None
+    if of_rows or any(first for *_, first in runs):
         return _attend_runs(call, runs, picks)
     packed = PackedSelection(picks.transpose(0, 1).flatten(1, 2), cu_seqlens, batch * tokens, size)
     return _attend_packed(call._replace(kept=packed), cu_seqlens)
-
-
-def _place_runs(runs: list[tuple[int, ...]], position_ids: torch.Tensor, earlier: int) -> list[tuple[int, ...]]:
-    """Returns runs with the positions of their first keys. position_ids: (batch, tokens), after so many earlier keys."""
-    rows, lows = torch.tensor([run[:2] for run in runs], device=position_ids.device).T
-    positions = position_ids[rows, lows].tolist()
-    return [(*run[:5], one - (run[1] + earlier - run[3])) for run, one in zip(runs, positions, strict=True)]
-
-
-def _check_scores(runs: Sequence[tuple[int, ...]], most: int) -> None:
-    """Raises ValueError where the model compared queries with keys of other positions, as it takes a key's index in the row for its
-    position. In sequences of up to ``most`` tokens, queries choose all blocks, whatever the scores are."""
-    for _, _, _, start, stop, first in runs:
-        if start != first and first + stop - start > most:
-            raise ValueError(
-                f"position_ids must be indices in the row for a sequence of more than {most} tokens, as the model's own choice of "
-                f"blocks scores keys by index; got position {first} at index {start} of one of {stop - start} tokens; "
-                "give the sequence a row of its own, padded on the right"
-            )
 
 
 def _attend_chosen_run(call: LayerCall, picks: torch.Tensor) -> torch.Tensor:
@@ -336,7 +334,8 @@ def _attend_chosen_run(call: LayerCall, picks: torch.Tensor) -> torch.Tensor:
         return out.masked_fill(without[..., None], 0.0)
     more, log = attention(call.query, call.key[:, :, apart:], call.value[:, :, apart:], selection, **options)
     lse, lowest = lse.masked_fill(without, float("-inf")), torch.finfo(lse.dtype).min
-    return more.lerp(out, torch.sigmoid(lse.clamp(min=lowest) - log.clamp(min=lowest))[..., None].to(out.dtype))
+    share = torch.sigmoid(lse.clamp(min=lowest) - log.clamp(min=lowest))[..., None]
+    return more.to(lse.dtype).lerp(out.to(lse.dtype), share).to(out.dtype)
 
 
 def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
