@@ -309,8 +309,12 @@ def _attend_chosen_blocks(call: LayerCall, chosen: Any, position_ids: torch.Tens
                 )
         picks = normalize_picks(chosen, size, keys, False)
     if runs is None:  # padding comes after the tokens that exist
-        model_mask = model_mask.changed(key_starts=None, key_stops=None, first_token=None)
-        return _attend_rows(call._replace(kept=BlockSelection(picks, tokens, keys, size), model_mask=model_mask))
+        whole = model_mask.changed(key_starts=None, key_stops=None, first_token=None)
+        out = _attend_rows(call._replace(kept=BlockSelection(picks, tokens, keys, size), model_mask=whole))
+        if model_mask.key_stops is None:
+            return out
+        exists = torch.arange(keys - tokens, keys, device=out.device) < model_mask.key_stops[:, None]
+        return torch.where(exists[:, None, :, None], out, 0.0)
     of_rows = cu_seqlens is None or model_mask.key_starts is not None or model_mask.key_count_tensor is not None
     if of_rows or any(first for *_, first in runs):
         return _attend_runs(call, runs, picks)
