@@ -30,6 +30,7 @@ from ...masks.pattern import Pattern
 from ..models import MaskRecord, count_causal, describe_layer, record_layers, unswitched_error
 from .attend import NAME, PREVIOUS, SETTINGS, attend_layer, flash_attn_forward, shard_arguments
 from .given_masks import CONFIG_KEY, OWN, keep_record, read_masks
+from .indexers import switch_indexer
 from .layers import check_acts_by_token, find_self_attention, find_tower, is_decoder, takes_interface, unwrap_model
 from .model_mask import create_model_mask
 
@@ -108,6 +109,7 @@ def use_sparse_flash(
     for number, layer in layers.items():
         setattr(layer, SETTINGS, settings[number])
         layer.extra_repr = partial(_describe_layer, layer)  # type: ignore[method-assign]  # print(model) shows it
+        switch_indexer(getattr(layer, "indexer", None), NAME)
     if not hasattr(model, _PLAN):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
         model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)

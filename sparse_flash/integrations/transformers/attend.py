@@ -25,8 +25,10 @@ from ...decoding.masks import can_decode, is_decode_step
 from ...masks.block_mask import BlockMask
 from ...masks.parsing import parse
 from ...masks.pattern import PerBatch, PerEntry
-from ...selection.block_selection import BlockSelection
+from ...selection.block_selection import BlockSelection, check_selection_block, normalize_picks
+from ...selection.packed_selection import PackedSelection
 from .given_masks import CONFIG_KEY, LayerSettings, future_error, settings_by_name
+from .indexers import choose_blocks
 from .layers import unsupported_error
 from .model_mask import ModelMask, find_sequences, read_model_mask
 
@@ -88,8 +90,11 @@ def flash_attn_forward(module, *tensors, **options):
     return attend_layer(module, *tensors, settings=settings_by_name(module), **options)
 
 
-def _is_traceable(settings: LayerSettings, model_mask, query, key, dropout=0.0, softcap=None, **_) -> bool:
+def _is_traceable(settings: LayerSettings, model_mask, query, key, dropout=0.0, softcap=None, **others) -> bool:
     """Whether the call reads no values, which compiled code cannot do."""
+    in_rows = getattr(model_mask, "key_starts", None) is None and others.get("cu_seq_lens_q") is None
+    if others.get("block_indices") is not None and not in_rows:
+        return False
     if model_mask is None:
         return True
     if not isinstance(model_mask, ModelMask) or model_mask.kept_pairs is not None:
@@ -110,7 +115,7 @@ def _attend_switched(
     settings: LayerSettings, module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None,
     sliding_window=None, is_causal=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None, block_indices=None, **unknown
 ) -> torch.Tensor:  # fmt: skip
-    """Returns (batch, heads, tokens, head_dim), as all functions below do. block_indices: (batch, kv_heads, tokens, n)."""
+    """Returns (batch, heads, tokens, head_dim), as all functions below do. block_indices: see ``_attend_chosen_blocks``."""
     # An option that is off is None, or False for a switch.
     used = sorted(name for name, one in unknown.items() if one is not None and one is not False and name not in _WITHOUT_EFFECT)
     if used:
@@ -134,7 +139,7 @@ def _attend_switched(
     if not model_mask.ends_in_graph() and model_mask.key_count != model_mask.kv_length:  # a static cache
         call = call._replace(key=key[:, :, : model_mask.key_count], value=value[:, :, : model_mask.key_count])
     if block_indices is not None:
-        return _attend_chosen_blocks(call, block_indices, cu_seqlens is not None)
+        return _attend_chosen_blocks(call, block_indices, position_ids, cu_seqlens)
     return _attend_rows(call) if cu_seqlens is None else _attend_packed(call, cu_seqlens)
 
 
@@ -177,11 +182,7 @@ def _attend_rows(call: LayerCall) -> torch.Tensor:
     moves = padded and call.needs_positions()
     is_whole = model_mask.q_length == model_mask.key_count and not model_mask.first_key_position and model_mask.kept_pairs is None
     if (call.settings.dense is not None and model_mask.key_starts is not None) or (moves and not is_whole):
-        earlier, runs = model_mask.key_count - model_mask.q_length, []
-        for row, (first, start, stop) in enumerate(model_mask.sequences):
-            low, high = max(0, start - earlier), max(0, start - earlier, stop - earlier)
-            runs.append((row, low, high, start, stop, model_mask.first_key_position + start - first))
-        return _attend_runs(call, runs)
+        return _attend_runs(call, _find_runs(call))
     if moves:
         first, count = model_mask.first_token, model_mask.key_stops - model_mask.key_starts
         query, key, value = (_roll_tokens(t, first) for t in (call.query, call.key, call.value))
@@ -198,20 +199,45 @@ def _attend(call: LayerCall, **lengths: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, attention(call.query, call.key, call.value, mask, precision=precision, **options))
 
 
-def _attend_runs(call: LayerCall, runs: Sequence[tuple[int, ...]]) -> torch.Tensor:
+def _find_runs(call: LayerCall, cu_seqlens: Any = None, position_ids: Any = None) -> list[tuple[int, ...]]:
+    """Returns the runs of ``_attend_runs`` that have queries: the sequence of each row, or its packed sequences. position_ids: of
+    the queries, (batch, tokens), instead of positions that count from a sequence's first token."""
+    model_mask, (batch, _, tokens, _), runs = call.model_mask, call.query.shape, list[tuple[int, ...]]()
+    earlier = model_mask.key_count - tokens
+    if cu_seqlens is not None and (earlier or model_mask.first_key_position):
+        raise ValueError(
+            "position_ids, or cu_seq_lens_q, must be of one sequence where a call goes on from a cache, which does not say "
+            "whose keys it holds; got packed sequences; pass them in the first call, or each with a cache of its own"
+        )
+    bounds = [] if cu_seqlens is None else cu_seqlens.tolist()
+    for row, (first, start, stop) in enumerate(model_mask.sequences or [[0, 0, tokens]] * batch):
+        position = model_mask.first_key_position + start - first
+        within = {bound - row * tokens for bound in bounds if start < bound - row * tokens < stop}
+        for low, high in pairwise(sorted({start, stop, *within})):
+            if high > earlier:
+                runs.append((row, max(0, low - earlier), high - earlier, low, high, position))
+    if position_ids is not None:
+        rows, lows = torch.tensor([run[:2] for run in runs], dtype=torch.int64, device=position_ids.device).view(-1, 2).T
+        positions = position_ids[rows, lows].tolist()
+        runs = [(*run[:5], one - (run[1] + earlier - run[3])) for run, one in zip(runs, positions, strict=True)]
+    return runs
+
+
+def _attend_runs(call: LayerCall, runs: Sequence[tuple[int, ...]], chosen: torch.Tensor | None = None) -> torch.Tensor:
     """Attends runs of tokens one by one, so their positions and blocks start with their sequences. Other tokens get 0. runs: in
-    order, (row, first query, end of queries, first key, end of keys, position of the first key in its sequence)."""
+    order, (row, first query, end of queries, first key, end of keys, position of the first key in its sequence). chosen: blocks of
+    positions that the queries chose, (batch, kv_heads, tokens, n)."""
     if isinstance(call.kept, BlockMask):
         raise ValueError(
             "a layer's BlockMask must be of one length; got packed sequences, or a batch padded on the left, with a cache, padding "
             "between tokens or limits of the model's own; pass the pattern itself, which counts from each sequence's first token"
         )
-    (batch, _, tokens, _), settings, whole = call.query.shape, call.settings, call.model_mask.kept_pairs
+    (batch, heads, tokens, _), settings, whole = call.query.shape, call.settings, call.model_mask.kept_pairs
     pattern = parse(call.kept) if isinstance(call.kept, str) else call.kept
     of_rows = pattern.patterns if isinstance(pattern, PerBatch) else (call.kept,)
     if len(of_rows) not in (1, batch):
         raise ValueError(f"per_batch must be for the batch's {batch} sequences; got {len(of_rows)} patterns")
-    pieces, done = [], 0
+    pieces, done = [call.value.new_empty(1, heads, 0, call.value.shape[3])], 0
     for row, low, high, start, stop, position in runs:
         fields: dict[str, Any] = {"q_length": high - low, "kv_length": stop - start, "key_count": stop - start}
         fields |= {"first_key_position": position, **dict.fromkeys(("key_count_tensor", "key_starts", "key_stops", "first_token"))}
@@ -221,7 +247,8 @@ def _attend_runs(call: LayerCall, runs: Sequence[tuple[int, ...]]) -> torch.Tens
         model_mask = call.model_mask.changed(**fields)
         kept = settings.dense.kept if settings.dense and settings.why_dense(model_mask, query, key) else of_rows[row % len(of_rows)]
         one = call._replace(kept=kept, model_mask=model_mask, query=query, key=key, value=value)
-        pieces.append(pad(_attend_rows(one), (0, 0, row * tokens + low - done, 0)))
+        out = _attend_rows(one) if chosen is None else _attend_chosen_run(one, chosen[row, None, :, low:high])
+        pieces.append(pad(out, (0, 0, row * tokens + low - done, 0)))
         done = row * tokens + high
     out = pad(torch.cat(pieces, 2), (0, 0, 0, batch * tokens - done))
     return torch.unflatten(out[0], 1, (batch, tokens)).transpose(0, 1)
@@ -259,23 +286,72 @@ def _roll_tokens(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return tensor.gather(2, token[:, None, :, None].expand_as(tensor))  # take_along_dim fixes the length of a graph to one number
 
 
-def _attend_chosen_blocks(call: LayerCall, block_indices: torch.Tensor, packed: bool) -> torch.Tensor:
-    """Attends each query to the blocks that it chose, which include the query's block, up to the query."""
+def _attend_chosen_blocks(call: LayerCall, chosen: Any, position_ids: torch.Tensor | None, cu_seqlens: Any) -> torch.Tensor:
+    """Attends each query to the blocks that it chose, which include the query's block, up to the query. As in the model, a block
+    is of ``index_block_size`` positions from a multiple of it on; without position_ids, of so many keys of a row. chosen: (batch,
+    kv_heads, tokens, n), or the indexer's queries and keys."""
     settings, model_mask = call.settings, call.model_mask
     unsupported = {
         "a mask of its own (leave it out, or pass 'own' for this layer)": settings.kept is not None,
-        "packed sequences": packed,
         "a window": bool(model_mask.limits()) or model_mask.base != "causal" or bool(model_mask.first_key_position),
         "dropout": bool(call.dropout),
         "a soft cap": bool(call.softcap),
-        "a 4-D attention_mask or padding": model_mask.kept_pairs is not None or model_mask.key_starts is not None,
+        "sinks": call.sinks is not None,
+        "a 4-D attention_mask, or padding between tokens": model_mask.kept_pairs is not None,
         f"precision={settings.precision!r}": settings.precision,
     }
     if used := [name for name, used in unsupported.items() if used]:
         raise unsupported_error(call.module, f"chooses blocks of keys and has {used[0]}")
-    size, kv_len = call.module.config.index_block_size, call.key.shape[2]
-    picked = BlockSelection.from_picks(block_indices, size, kv_len=kv_len, own=False)
-    return _attend_rows(call._replace(kept=picked))
+    (batch, _, tokens, _), keys, size = call.query.shape, call.key.shape[2], check_selection_block(call.module.indexer.block_size)
+    runs = None
+    if cu_seqlens is not None or (model_mask.key_starts is not None and any(first for first, *_ in model_mask.sequences)):
+        position_ids = torch.arange(keys - tokens, keys)[None] if position_ids is None else position_ids
+        runs = _find_runs(call, cu_seqlens, position_ids.expand(batch, -1))
+    if isinstance(chosen, tuple):
+        picks = choose_blocks(call.module.indexer, chosen[0], chosen[1][:, :, :keys], runs)
+    else:
+        # The model takes a key's index for its position. Elsewhere its scores are of other keys, unless queries choose all blocks.
+        most = chosen.shape[3] * size
+        for *_, start, stop, first in runs or ():
+            if start != first and first + stop - start > most:
+                raise ValueError(
+                    f"position_ids must be indices in the row for a sequence of more than {most} tokens, as the model, which "
+                    f"chooses, scores keys by index; got position {first} at index {start} of one of {stop - start} tokens; call "
+                    "use_sparse_flash(model), uncompiled, to score by position, or give each sequence a row, padded on the right"
+                )
+        picks = normalize_picks(chosen, size, keys, False)
+    if runs is None:  # padding comes after the tokens that exist
+        whole = model_mask.changed(key_starts=None, key_stops=None, first_token=None)
+        out = _attend_rows(call._replace(kept=BlockSelection(picks, tokens, keys, size), model_mask=whole))
+        if model_mask.key_stops is None:
+            return out
+        exists = torch.arange(keys - tokens, keys, device=out.device) < model_mask.key_stops[:, None]
+        return torch.where(exists[:, None, :, None], out, 0.0)
+    of_rows = cu_seqlens is None or model_mask.key_starts is not None or model_mask.key_count_tensor is not None
+    if of_rows or any(first for *_, first in runs):
+        return _attend_runs(call, runs, picks)
+    packed = PackedSelection(picks.transpose(0, 1).flatten(1, 2), cu_seqlens, batch * tokens, size)
+    return _attend_packed(call._replace(kept=packed), cu_seqlens)
+
+
+def _attend_chosen_run(call: LayerCall, picks: torch.Tensor) -> torch.Tensor:
+    """Attends a sequence to blocks of positions. Keys of a block that begins before the first key are attended to apart."""
+    size, first, keys = call.module.indexer.block_size, call.model_mask.first_key_position, call.key.shape[2]
+    begun = -(-first // size)  # so many blocks begin before the first key
+    apart = begun * size - first
+    later = torch.where(picks < begun, -1, picks - begun)
+    selection = BlockSelection.from_picks(later, size, kv_len=keys - apart, own=False) if apart < keys else None
+    if not apart:
+        return _attend_rows(call._replace(kept=selection, model_mask=call.model_mask.changed(first_key_position=0)))
+    options = {**call.options, "return_lse": True}
+    out, lse = attention(call.query, call.key, call.value, f"causal & sinks({apart})", **options)
+    without = ~(picks == begun - 1).any(3).repeat_interleave(call.query.shape[1] // picks.shape[1], 1)
+    if selection is None:
+        return out.masked_fill(without[..., None], 0.0)
+    more, log = attention(call.query, call.key[:, :, apart:], call.value[:, :, apart:], selection, **options)
+    lse, lowest = lse.masked_fill(without, float("-inf")), torch.finfo(lse.dtype).min
+    share = torch.sigmoid(lse.clamp(min=lowest) - log.clamp(min=lowest))[..., None]
+    return more.to(lse.dtype).lerp(out.to(lse.dtype), share).to(out.dtype)
 
 
 def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -300,28 +376,13 @@ def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
     if unsupported := [name for name, used in of_varlen.items() if used]:
         if torch.compiler.is_compiling():
             raise ValueError(f"packed sequences with {unsupported[0]} are not supported in compiled code; call it uncompiled")
-        return _attend_documents(call, cu_seqlens)
+        return _attend_runs(call, _find_runs(call, cu_seqlens))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (call.query, call.key, call.value))  # (all tokens, heads, head_dim)
     mask: Any = model_mask.intersect(kept, q.device)
     out, lse = attention_varlen(q, k, v, cu_seqlens, mask=mask, return_lse=True, **call.options)
     if call.sinks is not None:
         out = with_sinks(out.transpose(0, 1)[None], lse[None], call.sinks, None)[0][0].transpose(0, 1)
     return torch.unflatten(out, 0, (batch, tokens)).transpose(1, 2)
-
-
-def _attend_documents(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Attends packed sequences that ``attention_varlen`` does not take, one by one."""
-    model_mask, (batch, _, tokens, _) = call.model_mask, call.query.shape
-    if model_mask.key_count != tokens or model_mask.first_key_position:
-        raise ValueError(
-            "position_ids, or cu_seq_lens_q, must be of one sequence where a call goes on from a cache, which does not say "
-            "whose keys it holds; got packed sequences; pass them in the first call, or each with a cache of its own"
-        )
-    bounds, runs = cu_seqlens.tolist(), list[tuple[int, ...]]()
-    for row, (_, start, stop) in enumerate(model_mask.sequences or [[0, 0, tokens]] * batch):
-        within = {bound - row * tokens for bound in bounds if start < bound - row * tokens < stop}
-        runs += [(row, low, high, low, high, 0) for low, high in pairwise(sorted({start, stop, *within}))]
-    return _attend_runs(call, runs)
 
 
 def _attend_by_plan(call: LayerCall, plan: SharedSequence, block_indices: torch.Tensor | None) -> torch.Tensor:
