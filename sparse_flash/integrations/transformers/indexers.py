@@ -16,7 +16,8 @@ from ...decoding.arguments import MAX_QUERIES
 
 def switch_indexer(indexer: nn.Module | None, name: str) -> None:
     """Makes an indexer of blocks return its queries and keys while the model's attention has this name."""
-    if hasattr(indexer, "build_block_mask") and indexer.local_blocks == 1:  # the query's block, which ``topk_blocks`` keeps too
+    # ``topk_blocks`` also keeps the query's block, which is one local block.
+    if indexer is not None and hasattr(indexer, "build_block_mask") and indexer.local_blocks == 1:
         indexer.forward = partial(_read_vectors, indexer, name)
 
 

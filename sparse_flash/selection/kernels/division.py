@@ -9,7 +9,7 @@ from ...kernels.common.config import SECOND_AXIS
 TILE_ROWS = 64
 # A tile visits a block that this share of its queries picked. The same page has the figures of other shares.
 _VISITED_SHARE = 3, 4
-WORKSPACE = 512 << 20  # bytes that partial results may take
+WORKSPACE = 512 << 20  # bytes that partial results may take; in long sequences as many as the sums of a batch-head
 _FORWARD_ROWS = 1024  # of a piece of a list: enough to hide the load of the key block
 # A piece of the backward pass has this many times the mean list of a key block, so few blocks are divided.
 _BACKWARD_MEANS = 2
@@ -112,9 +112,9 @@ def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int) 
     of_query = sizes.pickers * sizes.slots * bytes_of_entry
     heads, queries = WORKSPACE // max(1, of_query * sizes.q_len + bytes_of_head), sizes.q_len
     if heads == 0 and of_query > 0:
-        # A whole batch-head's own bytes count as half at most: else long sequences would have nothing for partial results.
+        # Each round also adds to sums of all earlier keys, so there must not be more rounds in longer sequences.
         unit = sizes.tile_queries
-        fitting = max(unit, (WORKSPACE - min(bytes_of_head, WORKSPACE // 2)) // of_query)
+        fitting = max(unit, max(WORKSPACE - bytes_of_head, bytes_of_head) // of_query)
         ranges = -(-queries // fitting)
         queries = -(-queries // (ranges * unit)) * unit
     # Rounds with equal numbers of batch-heads.
