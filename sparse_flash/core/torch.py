@@ -193,11 +193,9 @@ def _kept_tokens(mask, sequence: int, head: int, q_len: int, length: int, causal
         positions, keys = (torch.arange(first, length, device=device) for first in (length - q_len, 0))
         return slice(0, length), (keys <= positions[:, None]) if causal else (positions >= 0)[:, None].expand(-1, length)
     kept = torch.zeros((q_len, length), dtype=torch.bool, device=device)
-    number, size, before = mask.stored_index(sequence, head), mask.block_size, length - q_len
-    for row in range(max(0, before) // size, -(-length // size)):
-        start, stop = max(0, before, row * size), min(length, (row + 1) * size)
-        here = mask.kept_by_queries(number, row, slice(start - row * size, stop - row * size))
-        kept[start - before : stop - before] = here[:, :length]
+    if length:
+        first = max(0, length - q_len)
+        kept[first - length :] = mask.kept_by_queries(mask.stored_index(sequence, head), first, length)[:, :length]
     tokens = kept.any(0).nonzero()[:, 0]
     return tokens, kept[:, tokens]
 
