@@ -270,7 +270,8 @@ def always_grads_kernel(
     C: tl.constexpr,
 ):  # fmt: skip
     """One program per piece of a column of what is always kept, TILE_N of its keys, and batch-head. items: ``lists.Pieces``.
-    dk_ptr, dv_ptr: (batch-heads of a round, pieces, ALWAYS, DIM or DIM_V) float32. always: ``AlwaysKept``, by key."""
+    dk_ptr, dv_ptr: (batch-heads of a round, pieces, ALWAYS, DIM or DIM_V) float32. always: see
+    ``always_arguments``, by key."""
     _compute_always_piece(
         dk_ptr, dv_ptr, items,
         PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks, always, scale, score_scale,

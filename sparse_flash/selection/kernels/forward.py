@@ -241,7 +241,7 @@ def visit_blocks_kernel(
     C: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of queries of the heads that share picks. counts, blocks, bits: see ``VisitedBlocks``. listed:
-    (batch, kv_heads * PICKERS, q_len) int32, how many partial results a query has. always: ``AlwaysKept``."""
+    (batch, kv_heads * PICKERS, q_len) int32, how many partial results a query has. always: see ``always_arguments``."""
     _compute_tile(
         out_rows, lse_ptr, VisitedBlocks(counts, blocks, bits), _Parts(listed, part_ptr, part_lse),
         PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks, always, None, score_scale,
