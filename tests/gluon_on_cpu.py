@@ -680,6 +680,8 @@ def ordinary(value):
         return types.FunctionType(function.__code__, _globals_of(function), function.__name__, function.__defaults__)
     if isinstance(value, type) and issubclass(value, base_value) and value.__module__.startswith("sparse_flash"):
         return _record(value)
+    if isinstance(value, types.ModuleType) and value.__name__.startswith("sparse_flash"):
+        return types.SimpleNamespace(**{name: REPLACED.get(name) or ordinary(each) for name, each in vars(value).items()})
     if isinstance(value, Constants):
         return value.of
     return value.value if isinstance(value, tl.constexpr) else value
