@@ -10,11 +10,7 @@ from ..core import backends, operators
 from ..core.arguments import check_types, resolve_scale
 from ..core.caches import cache_capacity
 from ..core.description import Call
-from ..decoding.arguments import (
-    check_cache_lengths,
-    check_cache_scales,
-    check_decoding_tensors,
-)
+from ..decoding.arguments import check_cache_lengths, check_cache_scales, check_decoding_tensors
 from ..decoding.masks import resolve_mask
 from ..kernels.common.layout import layouts
 from ..kernels.launch.memory import keep, prepared_under

@@ -16,15 +16,8 @@ from typing import Any
 import torch
 from torch.library import CustomOpDef
 
+from ..compat import pytorch
 from ..compat.names import operator_name
-from ..compat.pytorch import (
-    active_modes,
-    has_forward_derivative,
-    in_differentiating_transform,
-    is_batched_gradient,
-    is_plain_eager,
-    resolve_apply,
-)
 from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask, check_batch_and_heads, compile_cached, from_block_maps, resolve_within
 from ..masks.cache import keep_if_captured
@@ -83,7 +76,7 @@ def _plain_as_documents(x: torch.Tensor) -> torch.Tensor:
 def attend_to_documents(call: AttentionCall):
     """``attend`` on packed q, k and v, (tokens, heads, head_dim): out (tokens, heads, v_head_dim), lse (heads, tokens)."""
     q, k, v = tensors = call[:3]
-    if call.backend == NOTHING or call.launches is None or not is_plain_eager(*tensors):
+    if call.backend == NOTHING or call.launches is None or not pytorch.is_plain_eager(*tensors):
         call = call._replace(launches=None)
         out, lse = attend(call.on(*map(documents_as_batch, tensors)))
         return batch_as_documents(out), lse.squeeze(0)
@@ -123,7 +116,7 @@ def attention_decode(
     q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str, *of_cache
 ):
     """(out, lse), not differentiable. backend: one that supports the call. of_cache: k_scale, v_scale, kv_starts."""
-    if is_plain_eager(q, k, v):
+    if pytorch.is_plain_eager(q, k, v):
         return backends.get_backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, *of_cache)
     refuse_transforms(q, k, v)
     tables, tokens, block_size = ([q], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
@@ -133,13 +126,13 @@ def attention_decode(
 def refuse_transforms(*tensors) -> None:
     """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation. For the first two,
     PyTorch's error suggests no fix; in forward mode, PyTorch silently takes an operator's derivative to be 0."""
-    if not torch.compiler.is_compiling() and (in_differentiating_transform() or has_forward_derivative(*tensors)):
+    if not torch.compiler.is_compiling() and (pytorch.in_differentiating_transform() or pytorch.has_forward_derivative(*tensors)):
         raise _transform_error()
 
 
 def refuse_batched(gradient: torch.Tensor | None) -> None:
     """Raises NotImplementedError for an incoming gradient that vmap maps over."""
-    if gradient is not None and not torch.compiler.is_compiling() and is_batched_gradient(gradient):
+    if gradient is not None and not torch.compiler.is_compiling() and pytorch.is_batched_gradient(gradient):
         raise _transform_error()
 
 
@@ -153,7 +146,7 @@ def _transform_error() -> NotImplementedError:
 
 def needs_operator() -> bool:
     """Whether a compiler, an exporter or a dispatch mode has to see the operator."""
-    return torch.compiler.is_compiling() or active_modes() > 0
+    return torch.compiler.is_compiling() or pytorch.active_modes() > 0
 
 
 class _DirectAttention(torch.autograd.Function):
@@ -202,7 +195,7 @@ class _DirectAttention(torch.autograd.Function):
 
 
 NO_TENSORS: Any = (None, None, None)  # q, k and v of a call that is stored without them
-_attend_directly = resolve_apply(_DirectAttention)  # no function transform is active where ``is_plain_eager``
+_attend_directly = pytorch.resolve_apply(_DirectAttention)  # no function transform is active where ``is_plain_eager``
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -260,7 +253,7 @@ def _restore_call(
         mask = _restore_mask(q.shape[2], k.shape[2], block_size, tables)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     call = AttentionCall(q, k, v, mask, mask, scale, deterministic, backend, variant, precision)
-    return prepare(call, call.key if is_plain_eager(*call.inputs()) else None, mask)
+    return prepare(call, call.key if pytorch.is_plain_eager(*call.inputs()) else None, mask)
 
 
 def build_chosen_mask(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) -> BlockMask:
