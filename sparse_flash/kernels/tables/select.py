@@ -13,7 +13,6 @@ from ..launch.launch import Recording, launch_or_repeat, launch_or_repeat_alike
 from .splits import split_rows_kernel, split_rows_launch, work_shapes
 
 _TOGETHER = 256  # entries of a row, or rows, read at a time
-_PARTS = 7  # tensors of a table
 
 
 @triton.jit
@@ -161,7 +160,8 @@ def select_tables(
         made = launch_or_repeat(None, None, None, (maps,), run)
     else:
         made = launch_or_repeat_alike(select_entries_kernel, within, (shape, room, of_splits), (maps,), run)
-    return [by_query._make(made[:_PARTS]), by_query._make(made[_PARTS : 2 * _PARTS])]
+    parts = len(by_query)
+    return [by_query._make(made[:parts]), by_query._make(made[parts : 2 * parts])]
 
 
 def _run(maps, by_query, by_key, shape, room, of_splits, recording: Recording) -> list[torch.Tensor]:
@@ -170,7 +170,7 @@ def _run(maps, by_query, by_key, shape, room, of_splits, recording: Recording) -
     for lines, more in ((rows, of_splits[0]), (cols, of_splits[1])):
         shapes = (masks, lines + 1), (masks, lines, 2), (masks, lines), (max(2, room),), (max(2, room),)
         made += [recording.fresh(torch.empty(size, **kind)) for size in (*shapes, *work_shapes(masks, lines, more))]
-    table, table_by_key = by_query._make(made[:_PARTS]), by_query._make(made[_PARTS:])
+    table, table_by_key = by_query._make(made[: len(made) // 2]), by_query._make(made[len(made) // 2 :])
     counts = recording.fresh(torch.empty(3 * masks * (rows + cols), **kind))
     totals = recording.each_time(partial(torch.zeros, (2, masks), **kind))
     constants, options = {"BITS": maps.dtype == torch.int32, "TOGETHER": _TOGETHER}, {"num_warps": 4}
