@@ -277,12 +277,12 @@ _CALL = f"{_MASK}, float? scale, bool deterministic, str backend, "
 _CALL += "Tensor[] variant_tensors, str variant_names, float dropout_p, float softcap"
 
 
-def _define_operator(name: str, arguments: str, results: str = "(Tensor, Tensor)") -> Callable[[Callable], CustomOpDef]:
+def define_operator(name: str, arguments: str, results: str = "(Tensor, Tensor)") -> Callable[[Callable], CustomOpDef]:
     """Makes a function a PyTorch operator."""
     return torch.library.custom_op(operator_name(name), mutates_args=(), schema=f"({arguments}) -> {results}")
 
 
-@_define_operator("attention", f"Tensor q, Tensor k, Tensor v, {_CALL}")
+@define_operator("attention", f"Tensor q, Tensor k, Tensor v, {_CALL}")
 def _forward(q, k, v, *call):
     restored = _restore_call(q, k, v, *call)
     return backends.get_backend(restored.backend).forward(restored)
@@ -293,7 +293,7 @@ def _fake_results(q, k, v, *call):
     return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
-@_define_operator("attention_in_eight_bits", f"Tensor q, Tensor k, Tensor v, {_MASK}, float? scale, str backend")
+@define_operator("attention_in_eight_bits", f"Tensor q, Tensor k, Tensor v, {_MASK}, float? scale, str backend")
 def _forward_in_eight_bits(q, k, v, tables, block_size, pattern, scale, backend):
     call = tables, block_size, pattern, scale, False, backend, *NO_VARIANT
     restored = _restore_call(q, k, v, *call, precision="fp8")
@@ -303,7 +303,7 @@ def _forward_in_eight_bits(q, k, v, tables, block_size, pattern, scale, backend)
 _forward_in_eight_bits.register_fake(_fake_results)
 
 
-@_define_operator(
+@define_operator(
     "attention_decode",
     "Tensor q, Tensor k, Tensor v, Tensor[] tables, SymInt tokens, SymInt block_size, Tensor? kv_lens, Tensor? block_table, "
     "bool causal, float? scale, str backend, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? kv_starts=None",
@@ -319,7 +319,7 @@ def _decode(
 _decode.register_fake(_fake_results)
 
 
-@_define_operator(
+@define_operator(
     "attention_backward",
     f"Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL}",
     "Tensor[]",
