@@ -680,9 +680,21 @@ def ordinary(value):
         return types.FunctionType(function.__code__, _globals_of(function), function.__name__, function.__defaults__)
     if isinstance(value, type) and issubclass(value, base_value) and value.__module__.startswith("sparse_flash"):
         return _record(value)
+    if isinstance(value, types.ModuleType) and value.__name__.startswith("sparse_flash"):
+        return _Module(value)
     if isinstance(value, Constants):
         return value.of
     return value.value if isinstance(value, tl.constexpr) else value
+
+
+class _Module:
+    """A module of the package whose members are as Python runs them, made when asked for: modules may name each other."""
+
+    def __init__(self, module):
+        self._module = module
+
+    def __getattr__(self, name):
+        return REPLACED.get(name) or ordinary(getattr(self._module, name))
 
 
 def _steps(*bounds):

@@ -300,6 +300,5 @@ def merges(dtype: torch.dtype, dim: int, moved: bool, heads: int = 4, tokens: in
     lse = torch.empty(1, heads, tokens, dtype=torch.promote_types(dtype, torch.float32))
     merge.merge_results(out, lse, out, lse)
     if moved:
-        merge.add_rows(out, out, some, tokens // 2)
         merge.add_rows(out, out, some, tokens // 2, (torch.arange(3), some))
         merge.copy_rows(out, out, some, tokens // 2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass, replace
 
-from sparse_flash.core.flops import backward_flops, forward_flops
 from sparse_flash.core.variant import check_counts
 from sparse_flash.masks.pattern import Pattern
+from sparse_flash.tools.explain import backward_flops, forward_flops
 
 OURS = "sparse_flash"
 _LONG_SPEC = 1000  # characters; a map of 512 x 512 blocks has 262,655

@@ -11,20 +11,7 @@ import torch
 from ..choosers.choose import chosen_in_graph, chosen_mask
 from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
-from ..core import backends, operators
-from ..core.arguments import (
-    autocast_applies,
-    callers_level,
-    cast_for_autocast,
-    check_mask,
-    check_precision,
-    check_tensors,
-    check_types,
-    looks_transposed,
-    resolve_deterministic,
-    resolve_scale,
-    stand_in_for_empty_batch,
-)
+from ..core import arguments, backends, operators
 from ..core.call import AttentionCall, ChosenBlocks, prepare, repeat
 from ..core.variant import LENGTHS, Variant, build_variant, describe_variant
 from ..kernels.common.layout import layouts
@@ -74,19 +61,19 @@ def build_call(
     """
     of_inputs = _layouts_if_plain(q, k, v, variant_arguments)
     fits = fitting.get(of_inputs)
-    if fits is None or autocast_applies(q.device):
-        check_types(q, k, v)
-        q, k, v = cast_for_autocast(q, k, v)
+    if fits is None or arguments.autocast_applies(q.device):
+        arguments.check_types(q, k, v)
+        q, k, v = arguments.cast_for_autocast(q, k, v)
         of_inputs = of_inputs and layouts((q, k, v))
         fits = fitting.get(of_inputs)
     is_empty = fits is None and (0 in q.shape or 0 in k.shape)
-    deterministic = resolve_deterministic(deterministic)
+    deterministic = arguments.resolve_deterministic(deterministic)
     backends.check_name(backend)
     if precision is not None:
         _check_precision(precision, q, k, v, mask, variant_arguments.get("sinks"))
     if isinstance(mask, BlockSelection):
         variant = _check_selection_call(q, k, v, mask, variant_arguments)
-        return AttentionCall(q, k, v, mask, None, resolve_scale(scale, q.shape[3]), deterministic, backend, variant)
+        return AttentionCall(q, k, v, mask, None, arguments.resolve_scale(scale, q.shape[3]), deterministic, backend, variant)
     spec: Pattern | str | None = None
     chooses = False
     if isinstance(mask, (Pattern, str)):
@@ -98,10 +85,10 @@ def build_call(
         mask = convert_foreign_mask(mask)
 
     if fits is None:
-        check_tensors(q, k, v, may_be_empty=is_empty)
-        if of_inputs is not None and not is_empty and not looks_transposed(q, k):  # each such call is warned of
+        arguments.check_tensors(q, k, v, may_be_empty=is_empty)
+        if of_inputs is not None and not is_empty and not arguments.looks_transposed(q, k):  # each such call is warned of
             fits = remember_fitting(of_inputs)
-    scale = resolve_scale(scale, q.shape[3])
+    scale = arguments.resolve_scale(scale, q.shape[3])
     variant = build_variant(q, k, **variant_arguments) if is_empty or chooses else None
     if spec is not None:
         if chooses:
@@ -129,7 +116,7 @@ def build_call(
         return earlier
     if variant_arguments and not chooses:
         call = call._replace(variant=build_variant(q, k, **variant_arguments))
-    return prepare(call, key or (None if of_inputs is None else call.key), holder, check_mask)
+    return prepare(call, key or (None if of_inputs is None else call.key), holder, arguments.check_mask)
 
 
 def _layouts_if_plain(
@@ -164,7 +151,7 @@ def _check_selection_call(
     given = [name for name, value in changes.items() if value is not None and (not isinstance(value, nothing) or value)]
     if given:
         raise ValueError(f"a BlockSelection does not take {' and '.join(given)}; leave it out, or pass a BlockMask")
-    check_tensors(*stand_in_for_empty_batch(q, k, v))
+    arguments.check_tensors(*arguments.stand_in_for_empty_batch(q, k, v))
     check_selection(selection, q, k)
     return build_variant(q, k, sinks=sinks)
 
@@ -183,7 +170,7 @@ def _choose(
 
 def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:
     """Raises ValueError for an unknown precision, or one that does not apply to these arguments."""
-    check_precision(precision)
+    arguments.check_precision(precision)
     if isinstance(mask, BlockSelection):
         raise ValueError(
             f"precision={precision!r} does not take a BlockSelection as mask; pass a BlockMask, or leave precision out"
@@ -206,5 +193,5 @@ def _warn_of_later_keys(spec: Pattern | str) -> None:
     warnings.warn(
         f"no query sees a later key under {short_text(within)}, but later keys change what the choosers in the expression keep, so "
         f"training sees the future; write causal & {short_text(within)} & (...) (said once of each mask)",
-        stacklevel=callers_level(),
+        stacklevel=arguments.callers_level(),
     )

@@ -10,11 +10,7 @@ from ..core import backends, operators
 from ..core.arguments import check_types, resolve_scale
 from ..core.caches import cache_capacity
 from ..core.description import Call
-from ..decoding.arguments import (
-    check_cache_lengths,
-    check_cache_scales,
-    check_decoding_tensors,
-)
+from ..decoding.arguments import check_cache_lengths, check_cache_scales, check_decoding_tensors
 from ..decoding.masks import resolve_mask
 from ..kernels.common.layout import layouts
 from ..kernels.launch.memory import keep, prepared_under
@@ -109,7 +105,7 @@ def attention_decode(
         check_cached_selection(mask, q, k, capacity, kv_lens)
         name = backends.choose_backend(backend, Call.from_tensors(q, k, v, mask.block_size), supports)
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        out, lse = decode(q, k, v, mask, kv_lens, block_table, scale, name, (k_scale, v_scale))
+        out, lse = decode(q, k, v, mask, scale, name, kv_lens, block_table, k_scale, v_scale)
     else:
         mask, is_causal = resolve_mask(mask, capacity, q, kv_lens, kv_starts)
         block_size = None if mask is None else mask.block_size

@@ -11,17 +11,8 @@ from ..core.operators import DEFAULT_BLOCK_SIZE
 from ..masks.block_mask import BlockMask
 from ..masks.chooser import check_keep
 from ..masks.pattern import Pattern
+from ..selection import query_choice
 from ..selection.choice import COMPRESSED
-from ..selection.query_choice import (
-    QueryChoice,
-    check_choice,
-    check_q_and_k,
-    select_by_compressed,
-    select_by_query,
-    select_by_scores,
-    select_packed_by_query,
-    select_packed_by_scores,
-)
 
 
 @torch.no_grad()
@@ -112,27 +103,27 @@ def topk_blocks(
         if scores is None and every is None:
             if score != "mean" or kv_len is not None:
                 raise ValueError("score and kv_len need a choice for each query; pass every=1")
-            return mask_by_means(*check_q_and_k(q, k), keep, block_size, within, always, share_group)
+            return mask_by_means(*query_choice.check_q_and_k(q, k), keep, block_size, within, always, share_group)
     elif has_within or kv_len is not None:
         raise ValueError("within and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
     elif has_compression or score == COMPRESSED:
         raise ValueError("compressed keys are of one sequence; packed documents choose by score='mean', 'max' or scores=")
     if every not in (None, 1):
         raise ValueError(f"every must be 1, each query chooses, or None, blocks of queries choose; got {every!r}")
-    choice = QueryChoice(*check_choice(keep, block_size, score), always, share_group, score)
+    choice = query_choice.QueryChoice(*query_choice.check_choice(keep, block_size, score), always, share_group, score)
     if has_within:
         raise ValueError("a selection is causal; within is for every=None: leave it out, and pass always= for pairs to keep anyway")
     if scores is not None:
         if q is not None or k is not None or share_group or score != "mean":
             raise ValueError("scores take the place of q, k, score= and share_group=; pass either")
         if cu_seqlens_q is not None:
-            return select_packed_by_scores(scores, choice, cu_seqlens_q, max_seqlen_q)
-        return select_by_scores(scores, choice, kv_len)
-    q, k = check_q_and_k(q, k)
+            return query_choice.select_packed_by_scores(scores, choice, cu_seqlens_q, max_seqlen_q)
+        return query_choice.select_by_scores(scores, choice, kv_len)
+    q, k = query_choice.check_q_and_k(q, k)
     if cu_seqlens_q is not None:
-        return select_packed_by_query(q, k, choice, cu_seqlens_q, max_seqlen_q)
+        return query_choice.select_packed_by_query(q, k, choice, cu_seqlens_q, max_seqlen_q)
     if score == COMPRESSED:
-        return select_by_compressed(q, k, choice, kv_len, compression, lse)
+        return query_choice.select_by_compressed(q, k, choice, kv_len, compression, lse)
     if kv_len is not None:
         raise ValueError("kv_len follows from k; pass it only with scores= or score='softmax'")
-    return select_by_query(q, k, choice)
+    return query_choice.select_by_query(q, k, choice)

@@ -102,7 +102,7 @@ def attention_varlen(
         raise TypeError(f"mask must be a Pattern, its spec text or None; got {type(mask).__name__}{hint}")
     settings = cu_seqlens_k is None, mask, max_seqlen_q, max_seqlen_k, scale, resolve_deterministic(deterministic), backend
     starts = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    prepare = partial(_prepare, tensors, starts, *settings)
+    prepare = partial(_prepare, tensors, starts, settings)
     if all(map(torch.is_tensor, starts)) and _HASHABLE.issuperset(map(type, settings[2:])):
         # All that ``_prepare`` depends on besides cu_seqlens.
         call, moved = kept_of_documents(starts, (*settings, *layouts(tensors)), prepare)
@@ -119,17 +119,12 @@ def attention_varlen(
 def _prepare(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     starts: tuple[torch.Tensor, torch.Tensor],
-    same: bool,
-    mask: Pattern | str,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    scale: float | None,
-    deterministic: bool,
-    backend: str,
+    settings: tuple[Any, ...],
     run: Callable[[Callable[[], Any]], Any],
 ) -> tuple[AttentionCall, MovedDocuments | None]:
     """Checks a call, and makes its table. Returns (the call in place, without tensors; None), or documents that are to be moved.
-    same: whether cu_seqlens_k was left out. run: see ``kept_of_documents``."""
+    settings: whether cu_seqlens_k was left out, then arguments of ``attention_varlen``. run: see ``kept_of_documents``."""
+    same, mask, max_seqlen_q, max_seqlen_k, scale, deterministic, backend = settings
     check_packed(*tensors)
     q, k, _ = tensors
     if same and len(k) != len(q):

@@ -25,7 +25,7 @@ MAX_SOFTCAP = 256
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
 
-@constant_in_graphs  # torch.compile cannot trace the import
+@constant_in_graphs  # torch.compile cannot trace what asks for GPUs
 @cache
 def why_unavailable() -> str | None:
     if triton_backend.is_interpreted():
@@ -34,10 +34,6 @@ def why_unavailable() -> str | None:
         return "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200); this torch is built for AMD's"
     if not any(_is_hopper(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
         return "it needs a GPU of compute capability 9.0 (H100, H200)"
-    try:
-        import triton.experimental.gluon  # noqa: F401
-    except ImportError as error:
-        return f"this triton has no Gluon ({error}); it needs triton 3.6 or newer"
     return triton_backend.why_unavailable()  # last: without a GPU, it advises the interpreter
 
 

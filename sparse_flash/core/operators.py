@@ -16,15 +16,8 @@ from typing import Any
 import torch
 from torch.library import CustomOpDef
 
+from ..compat import pytorch
 from ..compat.names import operator_name
-from ..compat.pytorch import (
-    active_modes,
-    has_forward_derivative,
-    in_differentiating_transform,
-    is_batched_gradient,
-    is_plain_eager,
-    resolve_apply,
-)
 from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask, check_batch_and_heads, compile_cached, from_block_maps, resolve_within
 from ..masks.cache import keep_if_captured
@@ -83,7 +76,7 @@ def _plain_as_documents(x: torch.Tensor) -> torch.Tensor:
 def attend_to_documents(call: AttentionCall):
     """``attend`` on packed q, k and v, (tokens, heads, head_dim): out (tokens, heads, v_head_dim), lse (heads, tokens)."""
     q, k, v = tensors = call[:3]
-    if call.backend == NOTHING or call.launches is None or not is_plain_eager(*tensors):
+    if call.backend == NOTHING or call.launches is None or not pytorch.is_plain_eager(*tensors):
         call = call._replace(launches=None)
         out, lse = attend(call.on(*map(documents_as_batch, tensors)))
         return batch_as_documents(out), lse.squeeze(0)
@@ -123,7 +116,7 @@ def attention_decode(
     q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str, *of_cache
 ):
     """(out, lse), not differentiable. backend: one that supports the call. of_cache: k_scale, v_scale, kv_starts."""
-    if is_plain_eager(q, k, v):
+    if pytorch.is_plain_eager(q, k, v):
         return backends.get_backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale, *of_cache)
     refuse_transforms(q, k, v)
     tables, tokens, block_size = ([q], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
@@ -133,13 +126,13 @@ def attention_decode(
 def refuse_transforms(*tensors) -> None:
     """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation. For the first two,
     PyTorch's error suggests no fix; in forward mode, PyTorch silently takes an operator's derivative to be 0."""
-    if not torch.compiler.is_compiling() and (in_differentiating_transform() or has_forward_derivative(*tensors)):
+    if not torch.compiler.is_compiling() and (pytorch.in_differentiating_transform() or pytorch.has_forward_derivative(*tensors)):
         raise _transform_error()
 
 
 def refuse_batched(gradient: torch.Tensor | None) -> None:
     """Raises NotImplementedError for an incoming gradient that vmap maps over."""
-    if gradient is not None and not torch.compiler.is_compiling() and is_batched_gradient(gradient):
+    if gradient is not None and not torch.compiler.is_compiling() and pytorch.is_batched_gradient(gradient):
         raise _transform_error()
 
 
@@ -153,7 +146,7 @@ def _transform_error() -> NotImplementedError:
 
 def needs_operator() -> bool:
     """Whether a compiler, an exporter or a dispatch mode has to see the operator."""
-    return torch.compiler.is_compiling() or active_modes() > 0
+    return torch.compiler.is_compiling() or pytorch.active_modes() > 0
 
 
 class _DirectAttention(torch.autograd.Function):
@@ -202,7 +195,7 @@ class _DirectAttention(torch.autograd.Function):
 
 
 NO_TENSORS: Any = (None, None, None)  # q, k and v of a call that is stored without them
-_attend_directly = resolve_apply(_DirectAttention)  # no function transform is active where ``is_plain_eager``
+_attend_directly = pytorch.resolve_apply(_DirectAttention)  # no function transform is active where ``is_plain_eager``
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -260,7 +253,7 @@ def _restore_call(
         mask = _restore_mask(q.shape[2], k.shape[2], block_size, tables)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     call = AttentionCall(q, k, v, mask, mask, scale, deterministic, backend, variant, precision)
-    return prepare(call, call.key if is_plain_eager(*call.inputs()) else None, mask)
+    return prepare(call, call.key if pytorch.is_plain_eager(*call.inputs()) else None, mask)
 
 
 def build_chosen_mask(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) -> BlockMask:
@@ -284,12 +277,12 @@ _CALL = f"{_MASK}, float? scale, bool deterministic, str backend, "
 _CALL += "Tensor[] variant_tensors, str variant_names, float dropout_p, float softcap"
 
 
-def _define_operator(name: str, arguments: str, results: str = "(Tensor, Tensor)") -> Callable[[Callable], CustomOpDef]:
+def define_operator(name: str, arguments: str, results: str = "(Tensor, Tensor)") -> Callable[[Callable], CustomOpDef]:
     """Makes a function a PyTorch operator."""
     return torch.library.custom_op(operator_name(name), mutates_args=(), schema=f"({arguments}) -> {results}")
 
 
-@_define_operator("attention", f"Tensor q, Tensor k, Tensor v, {_CALL}")
+@define_operator("attention", f"Tensor q, Tensor k, Tensor v, {_CALL}")
 def _forward(q, k, v, *call):
     restored = _restore_call(q, k, v, *call)
     return backends.get_backend(restored.backend).forward(restored)
@@ -300,7 +293,7 @@ def _fake_results(q, k, v, *call):
     return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
-@_define_operator("attention_in_eight_bits", f"Tensor q, Tensor k, Tensor v, {_MASK}, float? scale, str backend")
+@define_operator("attention_in_eight_bits", f"Tensor q, Tensor k, Tensor v, {_MASK}, float? scale, str backend")
 def _forward_in_eight_bits(q, k, v, tables, block_size, pattern, scale, backend):
     call = tables, block_size, pattern, scale, False, backend, *NO_VARIANT
     restored = _restore_call(q, k, v, *call, precision="fp8")
@@ -310,7 +303,7 @@ def _forward_in_eight_bits(q, k, v, tables, block_size, pattern, scale, backend)
 _forward_in_eight_bits.register_fake(_fake_results)
 
 
-@_define_operator(
+@define_operator(
     "attention_decode",
     "Tensor q, Tensor k, Tensor v, Tensor[] tables, SymInt tokens, SymInt block_size, Tensor? kv_lens, Tensor? block_table, "
     "bool causal, float? scale, str backend, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? kv_starts=None",
@@ -326,7 +319,7 @@ def _decode(
 _decode.register_fake(_fake_results)
 
 
-@_define_operator(
+@define_operator(
     "attention_backward",
     f"Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL}",
     "Tensor[]",

@@ -9,17 +9,8 @@ from __future__ import annotations
 import torch
 
 from ..kernels.common.layout import empty_out
+from . import definition
 from .caches import check_pages, dequantized
-from .definition import (
-    Pairs,
-    add_bias_gradient,
-    clear_nonexistent,
-    differentiate_scores,
-    existing_pairs,
-    join_sinks,
-    kept_by_dropout,
-    modify_scores,
-)
 from .description import eight_bits_refusal
 from .eight_bits import EIGHT_BITS, attention_in_eight_bits
 from .results import compute_dtype, lse_to_subtract
@@ -56,8 +47,8 @@ def backward(call, dout, dlse, out, lse):
     matrix = _Matrix(q, k, v, call.table, scale, variant, differentiate=True)
     dout, dlse = dout.double(), None if dlse is None else dlse.double()[..., None]
     if variant is not None:
-        dout = clear_nonexistent(dout, variant.q_starts, variant.q_lens)
-        dlse = dlse if dlse is None else clear_nonexistent(dlse, variant.q_starts, variant.q_lens)
+        dout = definition.clear_nonexistent(dout, variant.q_starts, variant.q_lens)
+        dlse = dlse if dlse is None else definition.clear_nonexistent(dlse, variant.q_starts, variant.q_lens)
     dout = dout.masked_fill(matrix.keyless[..., None], 0.0)
     dprobabilities = dout @ matrix.values.mT * matrix.dropout
     delta = (matrix.probabilities * dprobabilities).sum(-1, keepdim=True)
@@ -71,7 +62,7 @@ def backward(call, dout, dlse, out, lse):
     results = tuple(torch.empty_like(t).copy_(grad) for t, grad in zip((q, k, v), sums, strict=True))
     if variant is not None and variant.learned:
         drel_bias = torch.zeros_like(variant.rel_bias, dtype=torch.float64)
-        add_bias_gradient(drel_bias, variant, dbiased, matrix.pairs)
+        definition.add_bias_gradient(drel_bias, variant, dbiased, matrix.pairs)
         results = *results, drel_bias.to(variant.rel_bias.dtype)
     if call.learned_sinks is not None:
         weights = (call.sinks.double()[:, None] - lse_to_subtract(matrix.lse)).exp()
@@ -89,22 +80,22 @@ class _Matrix:
 
     def __init__(self, q, k, v, mask, scale, variant, differentiate):
         if variant is not None:
-            q = clear_nonexistent(q, variant.q_starts, variant.q_lens)
-            k, v = (clear_nonexistent(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
+            q = definition.clear_nonexistent(q, variant.q_starts, variant.q_lens)
+            k, v = (definition.clear_nonexistent(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
         self.queries, self.keys, self.values = q.double(), _per_query_head(k, q), _per_query_head(v, q)
         scores = self.queries @ self.keys.mT * scale
         self.outer = self.inner = self.dropout = 1.0
         kept = None if mask is None else mask.to_dense()
         if variant is not None:
-            self.pairs = Pairs.all(q, k)
+            self.pairs = definition.Pairs.all(q, k)
             if variant.scored and differentiate:
-                scores, self.outer, self.inner = differentiate_scores(variant, scores, self.pairs)
+                scores, self.outer, self.inner = definition.differentiate_scores(variant, scores, self.pairs)
             elif variant.scored:
-                scores = modify_scores(variant, scores, self.pairs)
-            exist = existing_pairs(variant, self.pairs)
+                scores = definition.modify_scores(variant, scores, self.pairs)
+            exist = definition.existing_pairs(variant, self.pairs)
             kept = kept if exist is None else exist if kept is None else kept & exist
             if variant.seed is not None:
-                self.dropout = kept_by_dropout(variant, self.pairs).double() / (1 - variant.dropout_p)
+                self.dropout = definition.kept_by_dropout(variant, self.pairs).double() / (1 - variant.dropout_p)
         if kept is not None:
             scores = scores.masked_fill(~kept, float("-inf"))
         if differentiate and variant is not None and variant.score_mod is not None:
@@ -113,7 +104,7 @@ class _Matrix:
         self.lse = scores.logsumexp(-1)
         self.keyless = self.lse.isneginf()
         if variant is not None and variant.sinks is not None:
-            self.lse, _ = join_sinks(self.lse, variant.sinks, variant)
+            self.lse, _ = definition.join_sinks(self.lse, variant.sinks, variant)
         self.probabilities = (scores - lse_to_subtract(self.lse)[..., None]).exp()
         self.weights = self.probabilities * self.dropout
 

@@ -24,18 +24,9 @@ from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask, dense_mask
 from ..masks.grid import BlockGrid
 from ..masks.memory import register_clear
-from . import aten_cpu
+from . import aten_cpu, definition
 from .caches import cache_capacity, check_pages, dequantized
-from .definition import (
-    Pairs,
-    add_bias_gradient,
-    clear_nonexistent,
-    differentiate_scores,
-    existing_pairs,
-    kept_by_dropout,
-    modify_scores,
-    with_sinks,
-)
+from .definition import Pairs
 from .eight_bits import EIGHT_BITS
 from .results import compute_dtype, lse_to_subtract, zero_keyless_queries
 
@@ -64,7 +55,7 @@ def why_unavailable() -> str | None:
 def forward(call):
     """(out, lse): see ``backends``."""
     out, lse = _forward_without_sinks(*call[:3], call.table, call.scale, call.rest)
-    return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks, call.rest)
+    return (out, lse) if call.sinks is None else definition.with_sinks(out, lse, call.sinks, call.rest)
 
 
 def _forward_without_sinks(q, k, v, mask, scale, variant):
@@ -73,8 +64,8 @@ def _forward_without_sinks(q, k, v, mask, scale, variant):
         out, lse = aten_cpu.forward(q, k, v, scale, causal=mask is not None)
         return _cast_like(q, out), lse.contiguous()
     if variant is not None:
-        q = clear_nonexistent(q, variant.q_starts, variant.q_lens)
-        k, v = (clear_nonexistent(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
+        q = definition.clear_nonexistent(q, variant.q_starts, variant.q_lens)
+        k, v = (definition.clear_nonexistent(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
     for part in (parts := _split_by_mask(q, k, mask)):
         with without_autocast(q):
             packed = part.pack_queries(q), part.pack_keys(k), part.pack_keys(v)
@@ -108,15 +99,15 @@ def _backward_without_sinks(call, dout, dlse, out, lse):
         grads = aten_cpu.backward(dout, q, k, v, out, lse, scale, causal=mask is not None)
         return tuple(_cast_like(x, grad) for x, grad in zip((q, k, v), grads, strict=True))
     if variant is not None:
-        q, dout = (clear_nonexistent(t, variant.q_starts, variant.q_lens) for t in (q, dout))
-        k, v = (clear_nonexistent(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
+        q, dout = (definition.clear_nonexistent(t, variant.q_starts, variant.q_lens) for t in (q, dout))
+        k, v = (definition.clear_nonexistent(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
         drel_bias = torch.zeros_like(variant.rel_bias) if variant.learned else None
     dout = zero_keyless_queries(dout, lse)
     lse = lse_to_subtract(lse)
     by_pytorchs = dlse is None and _can_use_aten(q, v, variant)
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     if variant is not None:
-        dlse = clear_nonexistent(dlse[..., None], variant.q_starts, variant.q_lens)[..., 0]
+        dlse = definition.clear_nonexistent(dlse[..., None], variant.q_starts, variant.q_lens)[..., 0]
     grads = None
     for part in (parts := _split_by_mask(q, k, mask)):
         queries = [part.pack_queries(x) for x in (q, dout, out, lse[..., None])]
@@ -193,11 +184,9 @@ def _kept_tokens(mask, sequence: int, head: int, q_len: int, length: int, causal
         positions, keys = (torch.arange(first, length, device=device) for first in (length - q_len, 0))
         return slice(0, length), (keys <= positions[:, None]) if causal else (positions >= 0)[:, None].expand(-1, length)
     kept = torch.zeros((q_len, length), dtype=torch.bool, device=device)
-    number, size, before = mask.stored_index(sequence, head), mask.block_size, length - q_len
-    for row in range(max(0, before) // size, -(-length // size)):
-        start, stop = max(0, before, row * size), min(length, (row + 1) * size)
-        here = mask.kept_by_queries(number, row, slice(start - row * size, stop - row * size))
-        kept[start - before : stop - before] = here[:, :length]
+    if length:
+        first = max(0, length - q_len)
+        kept[first - length :] = mask.kept_by_queries(mask.stored_index(sequence, head), first, length)[:, :length]
     tokens = kept.any(0).nonzero()[:, 0]
     return tokens, kept[:, tokens]
 
@@ -278,24 +267,24 @@ class _ScoreRule:
         """Turns products, scaled by ``factor``, into scores in base 2, in place."""
         if self.changes_scores:
             view = self.view(scores, pairs)
-            view.copy_(modify_scores(self.variant, view, pairs)).mul_(_LOG2_E)
+            view.copy_(definition.modify_scores(self.variant, view, pairs)).mul_(_LOG2_E)
 
     def differentiate(self, scores, pairs: Pairs) -> tuple:
         """Does ``modify_scores``, and returns the derivatives: see ``differentiate_scores``."""
         view = self.view(scores, pairs)
-        changed, outer, inner = differentiate_scores(self.variant, view, pairs)
+        changed, outer, inner = definition.differentiate_scores(self.variant, view, pairs)
         view.copy_(changed).mul_(_LOG2_E)
         return outer, inner
 
     def mask_scores(self, scores, pairs: Pairs | None) -> None:
         """Sets the scores of nonexistent tokens to -inf."""
-        if pairs is not None and (exist := existing_pairs(self.variant, pairs)) is not None:
+        if pairs is not None and (exist := definition.existing_pairs(self.variant, pairs)) is not None:
             self.view(scores, pairs).masked_fill_(~exist, float("-inf"))
 
     def apply_dropout(self, weights, pairs: Pairs | None) -> None:
         """Zeroes the weights that dropout drops."""
         if self.has_dropout and pairs is not None:
-            self.view(weights, pairs).masked_fill_(~kept_by_dropout(self.variant, pairs, -3), 0.0)
+            self.view(weights, pairs).masked_fill_(~definition.kept_by_dropout(self.variant, pairs, -3), 0.0)
 
 
 def _forward(q, k, v, loop, rule):
@@ -380,7 +369,7 @@ def _backward(q, dout, out, lse, dlse, k, v, loop, rule, deterministic, drel_bia
                 dscores_view.mul_(outer)
                 if drel_bias is not None:
                     with repeatable(drel_bias, deterministic):
-                        add_bias_gradient(drel_bias, rule.variant, dscores_view, pairs)
+                        definition.add_bias_gradient(drel_bias, rule.variant, dscores_view, pairs)
                 dscores_view.mul_(inner)
             _add_product(dk[units], piece.cols, dscores.mT, q_rows, scale, deterministic)
             _add_product(dq[units], rows, dscores, keys, scale, deterministic)

@@ -202,20 +202,26 @@ class MaskTables:
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
-        row, within = divmod(check_index("query", query, self.q_len), self.block_size)
-        return self.kept_by_queries(self.stored_index(batch, head), row, slice(within, within + 1))[0]
+        query = check_index("query", query, self.q_len)
+        return self.kept_by_queries(self.stored_index(batch, head), query, query + 1)[0]
 
-    def kept_by_queries(self, number: int, row: int, within: slice) -> torch.Tensor:
-        """Which keys some queries of a stored mask's block row keep: (queries, kv_len) bool on the CPU. within: the queries."""
-        table, queries = self.by_query, within.stop - within.start
+    def kept_by_queries(self, number: int, low: int, high: int) -> torch.Tensor:
+        """Which keys queries low .. high - 1 of a stored mask keep: (queries, kv_len) bool on the CPU."""
+        rows = range(low // self.block_size, -(-high // self.block_size))
+        return torch.from_numpy(np.concatenate([self._kept_in_row(number, row, low, high) for row in rows])[:, : self.kv_len])
+
+    def _kept_in_row(self, number: int, row: int, low: int, high: int) -> np.ndarray:
+        """``kept_by_queries`` for the queries of a block row, and keys to the end of the last block."""
+        table, size = self.by_query, self.block_size
+        within = slice(max(low - row * size, 0), min(high - row * size, size))
         begin, end = table.row_ptr[number, row : row + 2].tolist()
         runs, bits = table.row_split[number, row].tolist()
         cols, tile = (t[begin:end].cpu().numpy().astype(np.int64) for t in (table.col_idx, table.tile_idx))
         full, kind = runs - begin, 1 + (np.arange(runs, end) >= bits)
-        kept = np.zeros((queries, self.grid.kv_blocks, self.block_size), bool)
+        kept = np.zeros((within.stop - within.start, self.grid.kv_blocks, size), bool)
         kept[:, cols[:full]] = True
         kept[:, cols[full:]] = self.tile_pairs(kind, tile[full:], within).swapaxes(0, 1)
-        return torch.from_numpy(kept.reshape(queries, -1))[:, : self.kv_len]
+        return kept.reshape(len(kept), -1)
 
     @outside_graphs
     def to_dense(self) -> torch.Tensor:

@@ -171,7 +171,7 @@ def select_by_kernel(
     from ..kernels.tables.select import select_tables
 
     of_splits = most_splits(shape[1]), most_splits(shape[0]), *split_limits()
-    return [Table(*made) for made in select_tables(maps, by_query, by_key, shape, room, of_splits, within)]
+    return select_tables(maps, by_query, by_key, shape, room, of_splits, within)
 
 
 def build_work(by_query: RowArrays, by_key: RowArrays, longest: int, k_longest: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

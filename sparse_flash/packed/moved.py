@@ -32,14 +32,14 @@ def move_documents(pattern, queries: PackedDocuments, keys: PackedDocuments | No
     q_side, k_side = read_sizes(queries, keys)
     documents = _round_up_documents(q_side.cu_seqlens.shape[0] - 1)
     sizes, entries = _make_plan(pattern, *q_side[1:], *k_side[1:], keys is None, documents, q_side.cu_seqlens.device)
-    return _assemble(q_side, k_side, fake_tensors_if_needed(entries), *sizes)
+    return _assemble(q_side, k_side, fake_tensors_if_needed(entries), sizes)
 
 
 @constant_in_graphs
 def _make_plan(
     pattern, q_tokens, q_longest, k_tokens, k_longest, shares_documents, documents, device
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """(the last arguments of ``_assemble``, the entries of the long document)."""
+    """(the sizes for ``_assemble``, the entries of the long document)."""
     document = long_document(pattern, q_longest, k_longest, shares_documents, device)
     # One block more, whose last row is that of tokens of no document.
     q_blocks = most_blocks(q_tokens, documents, 0 if shares_documents else BLOCK - 1) + 1
@@ -58,19 +58,10 @@ def _round_up_documents(documents: int) -> int:
     return most
 
 
-def _assemble(
-    queries: PackedDocuments,
-    keys: PackedDocuments,
-    entries: list[torch.Tensor],
-    q_blocks: int,
-    k_blocks: int,
-    before: int,
-    columns: int,
-    capacity: int,
-    run_tiles: int,
-    bit_tiles: int,
-) -> MovedDocuments:
-    """q_blocks, k_blocks: of both axes. before, columns, run_tiles, bit_tiles: of the long document. capacity: of entries."""
+def _assemble(queries: PackedDocuments, keys: PackedDocuments, entries: list[torch.Tensor], sizes: list[int]) -> MovedDocuments:
+    """sizes: blocks of both axes; the blocks before the long document's first key, and its columns; how many entries there is
+    room for; the long document's run and bit tiles."""
+    q_blocks, k_blocks, before, columns, capacity, run_tiles, bit_tiles = sizes
     known, known_tiles, tile_runs, tile_bits = entries
     q_len, k_len = queries.extents()[1], keys.extents()[1]
     q_axis, q_first, q_count = lay_out_blocks(queries, q_blocks, skipped=(k_len - q_len) % BLOCK)

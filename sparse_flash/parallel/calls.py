@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core import backends, hopper
 from ..core import triton as triton_backend
 from ..core.call import AttentionCall, prepare
-from ..core.results import QueryRows
+from ..core.results import QueryRows, merge_results
 from ..kernels.common.streams import current_device
 from ..masks.block_mask import BlockMask
 from .routes import TwoCalls
@@ -92,19 +92,17 @@ def merge(out: Tensor, lse: Tensor, partial: tuple[Tensor, Tensor]) -> None:
     """Merges (out, lse) of the same rows over other keys into out and lse, in place."""
     other_out, other_lse = partial
     if triton_backend.can_use_kernels(out.device):
-        from ..kernels.portable.merge import merge_results
+        from ..kernels.portable import merge as kernels
 
         with current_device(out.device):
-            merge_results(out, lse, other_out, other_lse)
+            kernels.merge_results(out, lse, other_out, other_lse)
         return
-    total = torch.logaddexp(lse, other_lse)
-    # A query that keeps nothing has lse -inf in both results and in total: its weights are 0, not NaN.
-    weight, other_weight = ((x - total).exp().masked_fill(x == float("-inf"), 0)[..., None] for x in (lse, other_lse))
-    out.mul_(weight).addcmul_(other_out, other_weight)
+    merged, total = merge_results(out, lse, other_out, other_lse)
+    out.copy_(merged)
     lse.copy_(total)
 
 
-def add_blocks(whole: Tensor, part: Tensor, rows: Tensor, block_size: int, addends: Addends | None = None) -> None:
+def add_blocks(whole: Tensor, part: Tensor, rows: Tensor, block_size: int, addends: Addends) -> None:
     """Adds gradients of some blocks to ``whole``, in place, and rounds once. Arguments: as for ``merge.add_rows``."""
     if triton_backend.can_use_kernels(whole.device):
         from ..kernels.portable.merge import add_rows
@@ -113,7 +111,7 @@ def add_blocks(whole: Tensor, part: Tensor, rows: Tensor, block_size: int, adden
             add_rows(whole, part, rows, block_size, addends)
     else:
         of_whole, of_part = (t.unflatten(2, (-1, block_size)) for t in (whole, part))
-        first, blocks = addends or (torch.arange(len(rows) + 1, device=rows.device), torch.arange(len(rows), device=rows.device))
+        first, blocks = addends
         total = of_whole.index_select(2, rows).to(torch.promote_types(whole.dtype, torch.float32))
         for number in range(int(first.diff().amax()) if len(rows) else 0):
             some = (first.diff() > number).nonzero()[:, 0]

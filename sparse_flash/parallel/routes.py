@@ -68,7 +68,7 @@ class Route:
     message_blocks: the blocks of a message that all ranks read. traffic: which blocks go from each rank to each.
     gradient_targets: (blocks,) int64, each block that goes out, once. gradient_sources: (first, positions), int64. The gradient of
     ``gradient_targets[i]`` is the sum of the gradients of the sent blocks positions[first[i]] to positions[first[i + 1] - 1], in
-    the order of ranks. None if no block goes to two ranks: the targets are then ``sent_blocks``, and each gets one gradient.
+    the order of ranks.
     group: the ranks; None on the CPU, before ``to``. memory: of messages; None if the group moves them itself.
     """
 
@@ -79,7 +79,7 @@ class Route:
     message_blocks: torch.Tensor
     traffic: Traffic
     gradient_targets: torch.Tensor
-    gradient_sources: tuple[torch.Tensor, torch.Tensor] | None
+    gradient_sources: tuple[torch.Tensor, torch.Tensor]
     group: dist.ProcessGroup | None = None
     memory: PeerMemory | None = None
 
@@ -91,8 +91,7 @@ class Route:
     def to(self, device: torch.device, group: dist.ProcessGroup, memory: PeerMemory | None) -> Route:
         names = "forward", "backward", "sent_blocks", "message_blocks", "gradient_targets"
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        if self.gradient_sources is not None:
-            moved["gradient_sources"] = tuple(one.to(device) for one in self.gradient_sources)
+        moved["gradient_sources"] = tuple(one.to(device) for one in self.gradient_sources)
         return replace(self, **moved, group=group, memory=memory)
 
     @classmethod
@@ -113,10 +112,7 @@ class Route:
         index[own[own >= 0]] = np.flatnonzero(own >= 0)
         sent_blocks = index[np.concatenate([sent[of_rank] for of_rank in wanted])]
         targets, counts = np.unique(sent_blocks, return_counts=True)
-        targets, sources = (sent_blocks if len(targets) == len(sent_blocks) else targets), None
-        if len(targets) < len(sent_blocks):
-            first, positions = np.append(0, counts.cumsum()), np.argsort(sent_blocks, kind="stable")
-            sources = torch.from_numpy(first), torch.from_numpy(positions)
+        first, positions = np.append(0, counts.cumsum()), np.argsort(sent_blocks, kind="stable")
         return cls(
             block_size=mask.block_size,
             forward=calls[overlaps[0]],
@@ -125,5 +121,5 @@ class Route:
             message_blocks=torch.from_numpy(index[sent]),
             traffic=Traffic([of_rank for _, of_rank in outgoing], rank),
             gradient_targets=torch.from_numpy(targets),
-            gradient_sources=sources,
+            gradient_sources=(torch.from_numpy(first), torch.from_numpy(positions)),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -144,7 +144,6 @@ class BlockSelection:
 
     def _iter_kept(self, picks: Tensor, first: int, stop: int) -> Iterator[Tensor]:
         """Where queries first .. stop - 1 keep a pair, some at a time: (.., queries, kv_len) bool. picks: (.., q_len, n)."""
-        always = None if self.always is None else rows_of_table(self.always)
         step = max(1, _CHUNK // (self.kv_len * max(1, picks.shape[:-2].numel())))
         for low in range(first, stop, step):
             some = picks[..., low : min(low + step, stop), :].long()
@@ -152,7 +151,8 @@ class BlockSelection:
             picked.scatter_(-1, torch.where(some < 0, self.kv_blocks, some), True)
             query, key = torch.arange(low, low + some.shape[-2], device=self.device), torch.arange(self.kv_len, device=self.device)
             kept = picked[..., key // self.block_size]
-            kept = kept if always is None else kept | always(low, low + len(query)).to(self.device)
+            if self.always is not None:
+                kept = kept | self.always.kept_by_queries(0, low, low + len(query)).to(self.device)
             yield kept & (key <= query[:, None] + self.offset)
 
     def __repr__(self) -> str:
@@ -161,21 +161,6 @@ class BlockSelection:
             f"BlockSelection(q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size}, {always}"
             f"picks={tuple(self.picks.shape)}, device={str(self.device)!r})"
         )
-
-
-def rows_of_table(mask: BlockMask) -> Callable[[int, int], Tensor]:
-    """Returns (low, high) -> True where queries low .. high - 1 keep a pair of a mask: (high - low, kv_len) bool on the CPU."""
-    (rows, cols, kind, tile), size = mask.by_query.entries(), mask.block_size
-
-    def kept_of(low: int, high: int) -> Tensor:
-        first, stop = low // size, -(-high // size)
-        part = slice(*np.searchsorted(rows, (first, stop)))
-        kept = np.zeros((stop - first, -(-mask.kv_len // size), size, size), bool)
-        kept[rows[part] - first, cols[part]] = mask.tile_pairs(kind[part], tile[part])
-        by_row = kept.swapaxes(1, 2).reshape((stop - first) * size, -1)
-        return torch.from_numpy(by_row[low - first * size : high - first * size, : mask.kv_len])
-
-    return kept_of
 
 
 def check_selection_block(block_size: object) -> int:

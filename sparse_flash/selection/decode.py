@@ -33,20 +33,12 @@ def supports(name: str, call: Call) -> str | None:
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: BlockSelection,
-    kv_lens: Tensor | None,
-    block_table: Tensor | None,
-    scale: float,
-    backend: str,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float, backend: str, *of_cache: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a back end that supports the call. selection: without ``always``. scales: of e4m3 k and v."""
-    by_kernel = backend != "torch"
-    call = q, k, v, selection.picks, selection.block_size, scale, by_kernel, kv_lens, block_table, *scales
-    return (_decode if is_plain_eager(q, k, v) else _decode_operator)(*call)
+    """(out, lse) of a back end that supports the call. selection: without ``always``. of_cache: kv_lens, block_table, and the
+    scales of e4m3 k and v."""
+    run: Any = _decode if is_plain_eager(q, k, v) else _decode_operator
+    return run(q, k, v, selection.picks, selection.block_size, scale, backend != "torch", *of_cache)
 
 
 def _decode(

@@ -14,19 +14,17 @@ with shapes as for the back ends of masks (``core/backends``). Gradients repeat 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
 
 from ..compat.names import operator_name
-from ..core import backends
+from ..core import backends, operators
 from ..core.description import Call
-from ..core.operators import make_empty_results, prepare_upstream, refuse_batched, refuse_second_derivatives, refuse_transforms
+from ..core.operators import define_operator, prepare_upstream
 from ..core.results import QueryRows, compute_dtype
 from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
@@ -43,18 +41,18 @@ def attend_to_picks(
     q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, scale: float | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) over the pairs that a selection keeps, differentiable in q, k and v. scale: None for 1 / sqrt(head_dim)."""
-    refuse_transforms(q, k, v)
+    operators.refuse_transforms(q, k, v)
     if q.shape[0] == 0:
         backends.check_name(backend)
-        return make_empty_results(q, k, v, None)
+        return operators.make_empty_results(q, k, v, None)
     return _forward(q, k, v, *_pack_selection(selection), scale, backend)
 
 
 def block_lse(q: Tensor, k: Tensor, selection: BlockSelection, scale: float | None, backend: str) -> Tensor:
     """(batch, heads, q_len, n): for each picked block the lse of a query's pairs in it; differentiable in q and k."""
-    refuse_transforms(q, k)
+    operators.refuse_transforms(q, k)
     if q.shape[0] == 0:
-        return make_empty_results(q, k, k, None)[1][..., None].expand(*q.shape[:3], selection.picks.shape[3])
+        return operators.make_empty_results(q, k, k, None)[1][..., None].expand(*q.shape[:3], selection.picks.shape[3])
     # A pair that only ``always`` keeps is in no picked block.
     return _block_lse(q, k, *_pack_selection(replace(selection, always=None)), scale, backend)
 
@@ -68,12 +66,6 @@ def _pack_selection(selection: BlockSelection) -> tuple[Tensor, list[Tensor], in
 
 # The last arguments of each operator: of ``_pack_selection``, the scale and the back end.
 _CALL = "Tensor picks, Tensor[] tables, SymInt tables_block, SymInt block_size, float? scale, str backend"
-
-
-def _define_operator(name: str, tensors: str, results: str) -> Callable[[Callable[..., object]], CustomOpDef]:
-    """Makes a function of ``tensors`` and ``_CALL`` a PyTorch operator."""
-    schema = f"({tensors}, {_CALL}) -> {results}"
-    return torch.library.custom_op(operator_name(name), mutates_args=(), schema=schema)
 
 
 def _prepare_call(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[ModuleType, BlockSelection, float]:
@@ -90,7 +82,7 @@ def _prepare_call(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Modul
     return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
 
 
-@_define_operator("selected_attention", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)")
+@define_operator("selected_attention", f"Tensor q, Tensor k, Tensor v, {_CALL}")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Tensor]:
     chosen, selection, scale = _prepare_call(q, k, v, *call)
     return chosen.forward(q, k, v, selection, scale)
@@ -101,9 +93,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Tensor]:
     return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
-@_define_operator(
+@define_operator(
     "selected_attention_backward",
-    "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse",
+    f"Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL}",
     "(Tensor, Tensor, Tensor)",
 )
 def _backward(
@@ -118,7 +110,7 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *call:
     return tuple(torch.empty_like(t) for t in (q, k, v))
 
 
-@_define_operator("picked_block_lse", "Tensor q, Tensor k", "Tensor")
+@define_operator("picked_block_lse", f"Tensor q, Tensor k, {_CALL}", "Tensor")
 def _block_lse(q: Tensor, k: Tensor, *call: *_Call) -> Tensor:
     chosen, selection, scale = _prepare_call(q, k, k, *call)
     return chosen.block_lse(q, k, selection, scale)
@@ -129,7 +121,7 @@ def _(q: Tensor, k: Tensor, *call: *_Call) -> Tensor:
     return q.new_empty(*q.shape[:3], call[0].shape[3], dtype=compute_dtype(q))
 
 
-@_define_operator("picked_block_lse_backward", "Tensor dblock_lse, Tensor q, Tensor k, Tensor block_lse", "(Tensor, Tensor)")
+@define_operator("picked_block_lse_backward", f"Tensor dblock_lse, Tensor q, Tensor k, Tensor block_lse, {_CALL}")
 def _block_lse_backward(dblock_lse: Tensor, q: Tensor, k: Tensor, block_lse: Tensor, *call: *_Call) -> tuple[Tensor, Tensor]:
     chosen, selection, scale = _prepare_call(q, k, k, *call)
     return chosen.block_lse_backward(dblock_lse, q, k, block_lse, selection, scale)
@@ -159,12 +151,12 @@ def _gradients_of_block_lse(ctx: Any, dblock_lse: Tensor | None) -> tuple[Any, .
     q, k, result, picks, *tables = ctx.saved_tensors
     grads: Any = (None, None)
     if dblock_lse is not None:
-        refuse_batched(dblock_lse)
+        operators.refuse_batched(dblock_lse)
         grads = _block_lse_backward(dblock_lse, q, k, result, picks, tables, *ctx.options)
     return *grads, None, [None] * len(tables), *(None for _ in ctx.options)
 
 
 torch.library.register_autograd(operator_name("selected_attention"), _gradients, setup_context=_keep_call)
-torch.library.register_autograd(operator_name("selected_attention_backward"), refuse_second_derivatives)
+torch.library.register_autograd(operator_name("selected_attention_backward"), operators.refuse_second_derivatives)
 torch.library.register_autograd(operator_name("picked_block_lse"), _gradients_of_block_lse, setup_context=_keep_call)
-torch.library.register_autograd(operator_name("picked_block_lse_backward"), refuse_second_derivatives)
+torch.library.register_autograd(operator_name("picked_block_lse_backward"), operators.refuse_second_derivatives)

@@ -16,7 +16,7 @@ from ..core.description import Call
 from ..core.results import QueryRows, compute_dtype, lse_to_subtract, zero_keyless_queries
 from ..core.torch import repeatable, without_autocast
 from ..kernels.common.layout import empty_out
-from .block_selection import BlockSelection, rows_of_table
+from .block_selection import BlockSelection
 
 _CHUNK_CPU, _CHUNK_GPU = 1 << 23, 1 << 27  # numbers of parts, and of scores, held at a time
 _MOST_ENTRIES = 64  # of a piece
@@ -105,12 +105,11 @@ class _ChunkedCall:
         self.beyond = selection.kv_blocks * self.size - selection.kv_len
         padded = (torch.nn.functional.pad(t, (0, 0, 0, self.beyond)) for t in self.tensors)
         self.blocks = [t.reshape(-1, self.size, t.shape[3]) for t in padded]
-        self.always = None if selection.always is None else rows_of_table(selection.always)
 
     def __iter__(self) -> Iterator[_Chunk]:
         batch, heads, q_len, n = self.selection.picks.shape
         step = q_len
-        if self.always is not None and (table := self.selection.always) is not None:
+        if (table := self.selection.always) is not None:
             # A chunk's queries meet the keys of all of them: many more than a row has keys would mostly meet keys of others.
             step = max(1, table.block_size * int(table.by_query.row_ptr.diff().max()))
             n += 2 * step // self.size + 1
@@ -136,8 +135,9 @@ class _Chunk:
         picks = selection.picks[:, :, low:high].long()
         self.position = torch.arange(low, high, device=picks.device) + selection.offset
         self.picked, self.added = picks.shape[3], None
-        if call.always is not None:
-            picks = torch.cat([picks, self._blocks_of_always(call.always(low, high).to(picks.device), picks)], 3)
+        if selection.always is not None:
+            kept = selection.always.kept_by_queries(0, low, high).to(picks.device)
+            picks = torch.cat([picks, self._blocks_of_always(kept, picks)], 3)
         self.slots = picks.shape[3]
         batch_heads = torch.arange(len(picks), device=picks.device)[:, None] * call.tensors[0].shape[1] + call.key_head
         block = torch.where(picks < 0, -1, batch_heads[:, :, None, None] * selection.kv_blocks + picks).flatten()

@@ -10,7 +10,6 @@ import torch
 
 from ..core import hopper, triton
 from ..core.caches import E4M3
-from ..core.flops import forward_flops
 from ..core.variant import check_counts
 from ..kernels.common.config import padded_head_dim
 from ..masks.block_mask import BlockMask
@@ -200,6 +199,16 @@ def _count_memory(mask: BlockMask, sizes: _CallSizes, backend: str) -> dict[str,
         sums = 4 * (queries * (dim + 2) + keys * (dim + dim_v) * (sizes.heads > sizes.kv_heads))
     sizes_of = {"inputs": inputs, "outputs": out + lse, "table": table, "gradients": out + inputs, "sums": sums}
     return sizes_of | {"forward": inputs + out + lse + table, "backward": sum(sizes_of.values())}
+
+
+def forward_flops(head_dim: int, v_head_dim: int) -> int:
+    """Counts the floating-point operations of a kept pair's score and of its term of out."""
+    return 2 * (head_dim + v_head_dim)
+
+
+def backward_flops(head_dim: int, v_head_dim: int) -> int:
+    """Counts those of a pair's recomputed score, of the gradient of its weight, and of its terms of dq, dk and dv."""
+    return 2 * (3 * head_dim + 2 * v_head_dim)
 
 
 def share_text(share: float) -> str:

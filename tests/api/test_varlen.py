@@ -270,5 +270,5 @@ def test_sizes_of_packed_tables_are_plain_numbers_where_those_of_their_arguments
     with mode:
         starts, (runs, *_) = side.cu_seqlens, map(dynamic, constants)
         made = torch.ops.sparse_flash.assemble_runs(runs, starts, starts, *sizes, *plan)
-        made += moved._assemble(side, side, list(map(dynamic, entries)), *moved_plan).mask.tensors()
+        made += moved._assemble(side, side, list(map(dynamic, entries)), moved_plan).mask.tensors()
     assert all(type(size) is int for t in made for size in t.shape)

@@ -1,5 +1,7 @@
 """Merging a rank's results over its own keys and over the keys of others: kernels, and the PyTorch operations they replace."""
 
+from itertools import accumulate, chain
+
 import pytest
 import torch
 from oracle import DEVICE, tensor
@@ -79,16 +81,17 @@ def test_a_nan_in_either_part_stays_visible(merger):
 
 
 # Blocks 1 and 4 of the second go nowhere.
-@parametrize("sources", [None, [[3], [], [5, 0, 2]]], ids=["one each", "several"])
+@parametrize("sources", [[[0], [1], [2]], [[3], [], [5, 0, 2]]], ids=["one each", "several"])
 @parametrize("layout, dtype, head_dim", CASES, ids=str)
 def test_gradients_are_added_to_the_listed_blocks_in_their_order_and_rounded_once(merger, layout, dtype, head_dim, sources):
     torch.manual_seed(2)
-    whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, 6 if sources else len(LISTED)))
+    whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, 6))
     wanted = whole.to(torch.promote_types(dtype, torch.float32))
-    for row, blocks in zip(LISTED, sources or [[0], [1], [2]], strict=True):
+    for row, blocks in zip(LISTED, sources, strict=True):
         for block in blocks:
             wanted[:, :, row * BLOCK : (row + 1) * BLOCK] += part[:, :, block * BLOCK : (block + 1) * BLOCK]
-    addends = tuple(torch.tensor(x, device=DEVICE) for x in ([0, 1, 1, 4], [3, 5, 0, 2])) if sources else None
+    first = [0, *accumulate(map(len, sources))]
+    addends = tuple(torch.tensor(x, device=DEVICE) for x in (first, list(chain(*sources))))
     calls.add_blocks(whole, part, torch.tensor(LISTED, device=DEVICE), BLOCK, addends)
     # Triton's interpreter cuts float32 off to bfloat16.
     torch.testing.assert_close(whole, wanted.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)

@@ -109,8 +109,9 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
 
     constants: the last parameters, known at compile time. specialized: what else Triton specializes on.
     """
-    # A tensor or its descriptor, whose dtype determines the other dtypes.
-    first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
+    # A tensor, its descriptor or a record that begins with it; its dtype determines the other dtypes.
+    first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
+    first = first if isinstance(first, torch.Tensor) else first.base
     pointers = [tensor.data_ptr() for tensor in _tensors_in(arguments)]
     if isinstance(arguments[0], Rows):
         # Triton specializes a tuple's integers in any case.

@@ -24,42 +24,17 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common import tiles
 from ..common.config import padded_head_dim
 from ..common.layout import as_addressable, is_addressable, layouts, restore_layout
-from ..common.tiles import (
-    CUT,
-    FULL,
-    LOG2_E,
-    TableEntries,
-    TableRows,
-    dense_bounds,
-    kept_pairs,
-    load_mask_number,
-    load_tile,
-    ordered_tile,
-    row_bounds,
-    step_position,
-    store_tile,
-    where_kept,
-)
+from ..common.tiles import CUT, FULL, LOG2_E
 from ..common.variant import kernel_variant
 from ..launch.launch import NOT_SPECIALIZED, launch_or_repeat, multiprocessors
+from . import row_loop
 from .configs import takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import has_padding, is_valid
 from .passes import Passes
-from .row_loop import (
-    Scoring,
-    Sizes,
-    Tile,
-    add_row,
-    count_tiles,
-    load_axis_ranges,
-    locate_in_block,
-    locate_step,
-    query_tile,
-    slot_and_batch_head,
-)
 from .scores import add_bias_gradient, compute_scores, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
 from .sinks import sink_terms
 
@@ -102,12 +77,12 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
     STEPS: tl.constexpr = table.BLOCK // TILE_N if table.SPARSE else 1
     last = entries.end * STEPS
     first = entries.begin * STEPS
-    position = step_position(table, first, last, TILE_N)
+    position = tiles.step_position(table, first, last, TILE_N)
     for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
-        upcoming = step_position(table, step + 1, last, TILE_N)
-        place = locate_step(tile, position, sizes)
-        k = load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
-        v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
+        upcoming = tiles.step_position(table, step + 1, last, TILE_N)
+        place = row_loop.locate_step(tile, position, sizes)
+        k = tiles.load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
+        v = tiles.load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
         if KIND == CUT:
             exists = is_valid(entries.valid, position + tl.arange(0, TILE_N))
             k = tl.where(exists[:, None], k, 0.0)
@@ -118,11 +93,11 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
         else:
             weights = tl.math.exp2(scores * scoring.scale - operands.lse[:, None])
         if KIND != FULL:
-            block = locate_in_block(place, step, table, sizes)
+            block = row_loop.locate_in_block(place, step, table, sizes)
             if KIND == CUT:
-                weights = where_kept(weights, 0.0, entries.kind, table, step // STEPS, block)
+                weights = tiles.where_kept(weights, 0.0, entries.kind, table, step // STEPS, block)
             else:
-                weights = tl.where(kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
+                weights = tl.where(tiles.kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
         if scoring.SCORED:
             # Before the next product, so that the scores do not stay in registers during it.
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
@@ -148,7 +123,7 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
 @triton.jit
 def _delta(out_tensor, dlse, dout, tile, query, first_query, sizes):
     """delta = rowsum(dOut * Out) - dLse of queries. dlse: starts at the head's first query, or None."""
-    out = load_tile(out_tensor, tile.batch, tile.head, first_query, sizes.TILE_M, sizes.DIM_V)
+    out = tiles.load_tile(out_tensor, tile.batch, tile.head, first_query, sizes.TILE_M, sizes.DIM_V)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if dlse is not None:
         delta -= tl.load(dlse + query, mask=query < sizes.q_len, other=0.0)
@@ -160,16 +135,16 @@ def _compute_grad_q(slot, batch_head, tensors, dq_tensor, scale, rows, table, si
     """dQ and delta of a tile of queries."""
     variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
-    tile, bounds = query_tile(slot, batch_head, rows, table, sizes)
-    q = load_tile(tensors.q, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
-    dout = load_tile(tensors.dout, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
+    tile, bounds = row_loop.query_tile(slot, batch_head, rows, table, sizes)
+    q = tiles.load_tile(tensors.q, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
+    dout = tiles.load_tile(tensors.dout, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
     query = tile.first + tl.arange(0, TILE_M)
     first_row = tile.batch_head.to(tl.int64) * sizes.q_len
     # +inf past the last query, so that it adds 0 to the gradient of rel_bias.
     lse = tl.load(tensors.lse + first_row + query, mask=query < sizes.q_len, other=float("inf")) * LOG2_E
     dlse = None if tensors.dlse is None else tensors.dlse + first_row
     delta = _delta(tensors.out, dlse, dout, tile, query, tile.first, sizes)
-    valid, valid_keys = load_axis_ranges(tile.first, tile.batch, sizes, variant)
+    valid, valid_keys = row_loop.load_axis_ranges(tile.first, tile.batch, sizes, variant)
     Q_CUT: tl.constexpr = has_padding(variant.q_starts, variant.q_lens)
     if Q_CUT:
         exists = is_valid(valid, query)
@@ -186,12 +161,12 @@ def _compute_grad_q(slot, batch_head, tensors, dq_tensor, scale, rows, table, si
     beyond = ()
     if variant.rel_bias_gradient is not None:
         beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
-    dq, beyond = add_row(_add_keys, (dq, beyond), operands, tile, bounds, valid_keys, table, sizes, scoring)
+    dq, beyond = row_loop.add_row(_add_keys, (dq, beyond), operands, tile, bounds, valid_keys, table, sizes, scoring)
     if variant.rel_bias_gradient is not None:
         store_bias_gradient(beyond, tile.head, scoring)
     if Q_CUT:
         dq = tl.where(exists[:, None], dq, 0.0)
-    store_tile(dq_tensor, dq * scale, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
+    tiles.store_tile(dq_tensor, dq * scale, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -203,15 +178,15 @@ def grad_q_kernel(
 ):  # fmt: skip
     """dQ, and delta = rowsum(dOut * Out) - dLse for the next pass: one program per query tile and head. Other arguments: see
     ``attention_forward_kernel``."""
-    slot, batch_head = slot_and_batch_head(count_tiles(q_blocks, q_len, SHAPE.TILE_M, SHAPE.BLOCK, SHAPE.SPARSE))
+    slot, batch_head = row_loop.slot_and_batch_head(row_loop.count_tiles(q_blocks, q_len, SHAPE.TILE_M, SHAPE.BLOCK, SHAPE.SPARSE))
     _compute_grad_q(
         slot, batch_head,
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, delta_ptr, dlse_ptr if SHAPE.HAS_DLSE else None),
         dq_tensor, scale,
-        TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
-        TableEntries(*table[4:], SHAPE.BLOCK, SHAPE.SPARSE),
-        Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, False),
-        Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
+        tiles.TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
+        tiles.TableEntries(*table[4:], SHAPE.BLOCK, SHAPE.SPARSE),
+        row_loop.Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, False),
+        row_loop.Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
     )  # fmt: skip
 
 
@@ -248,16 +223,16 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
     if variant.seed is not None:
         log2_share = tl.math.log2(tl.full([1], 1.0 - variant.dropout_p, tl.float32))
     first = entries.begin * STEPS
-    position = step_position(table, first, last, TILE_M)
+    position = tiles.step_position(table, first, last, TILE_M)
     for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
-        upcoming = step_position(table, step + 1, last, TILE_M)
-        place = locate_step(tile, position, sizes)
+        upcoming = tiles.step_position(table, step + 1, last, TILE_M)
+        place = row_loop.locate_step(tile, position, sizes)
         query = position + tl.arange(0, TILE_M)
         if operands.delta is None:
             # Before the products: together with their results, a tile of out would not fit in registers.
-            dout = load_tile(operands.dout_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM_V)
+            dout = tiles.load_tile(operands.dout_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM_V)
             delta = _delta(operands.out_tensor, operands.dlse, dout, tile, query, position, sizes)
-        q = load_tile(operands.q_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM)
+        q = tiles.load_tile(operands.q_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM)
         lse = _load_per_query(operands.lse, query, sizes.q_len, KIND)
         if KIND == CUT:
             exists = is_valid(entries.valid, query)
@@ -275,15 +250,15 @@ def _add_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl
         else:
             weights = tl.math.exp2(scores * scoring.scale - log2_sum[None, :])
         if KIND != FULL:
-            block = locate_in_block(place, step, table, sizes)
+            block = row_loop.locate_in_block(place, step, table, sizes)
             if KIND == CUT:
-                weights = where_kept(weights, 0.0, entries.kind, table, step // STEPS, block)
+                weights = tiles.where_kept(weights, 0.0, entries.kind, table, step // STEPS, block)
             else:
-                weights = tl.where(kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
+                weights = tl.where(tiles.kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
         if KIND == CUT:
             weights = tl.where(exists[None, :], weights, 0.0)
         if operands.delta is not None:
-            dout = load_tile(operands.dout_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM_V)
+            dout = tiles.load_tile(operands.dout_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM_V)
         if KIND == CUT:
             dout = tl.where(exists[:, None], dout, 0.0)
         if variant.seed is not None:
@@ -328,33 +303,33 @@ def _compute_grad_kv(slot, batch_head, tensors, dk_tensor, dv_tensor, scale, row
     first = slot * TILE_N
     if table.SPARSE:
         # Masks of a group's heads may have different orders; any one order visits every key block once.
-        mask = load_mask_number(rows, batch, kv_head * sizes.group)
-        _, first = ordered_tile(rows, mask, slot, TILE_N, table.BLOCK)
-    k = load_tile(tensors.k, batch, kv_head, first, TILE_N, sizes.DIM)
-    v = load_tile(tensors.v, batch, kv_head, first, TILE_N, sizes.DIM_V)
+        mask = tiles.load_mask_number(rows, batch, kv_head * sizes.group)
+        _, first = tiles.ordered_tile(rows, mask, slot, TILE_N, table.BLOCK)
+    k = tiles.load_tile(tensors.k, batch, kv_head, first, TILE_N, sizes.DIM)
+    v = tiles.load_tile(tensors.v, batch, kv_head, first, TILE_N, sizes.DIM_V)
     dk = tl.zeros([TILE_N, sizes.DIM], tl.float32)
     dv = tl.zeros([TILE_N, sizes.DIM_V], tl.float32)
-    valid, valid_queries = load_axis_ranges(first, batch, sizes, variant)
+    valid, valid_queries = row_loop.load_axis_ranges(first, batch, sizes, variant)
     for member in range(sizes.group):
         head = kv_head * sizes.group + member
-        tile = Tile(batch, head, kv_head, batch * sizes.heads + head, first)
+        tile = row_loop.Tile(batch, head, kv_head, batch * sizes.heads + head, first)
         stream = dropout_stream(variant, tile)
         first_row = tile.batch_head.to(tl.int64) * sizes.q_len
         if table.SPARSE:
-            bounds = row_bounds(rows, load_mask_number(rows, batch, head), first // table.BLOCK)
+            bounds = tiles.row_bounds(rows, tiles.load_mask_number(rows, batch, head), first // table.BLOCK)
         else:
-            bounds = dense_bounds(sizes.q_len, sizes.TILE_M)
+            bounds = tiles.dense_bounds(sizes.q_len, sizes.TILE_M)
         delta = None if tensors.delta is None else tensors.delta + first_row
         dlse = None if tensors.dlse is None else tensors.dlse + first_row
         operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.out, tensors.lse + first_row, delta, dlse, stream)
-        dk, dv = add_row(_add_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
+        dk, dv = row_loop.add_row(_add_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
     if has_padding(variant.kv_starts, variant.kv_lens):
         exists = is_valid(valid, first + tl.arange(0, TILE_N))
         dk, dv = tl.where(exists[:, None], dk, 0.0), tl.where(exists[:, None], dv, 0.0)
     if variant.seed is not None:
         dk *= 0.5
-    store_tile(dk_tensor, dk * scale, batch, kv_head, first, TILE_N, sizes.DIM)
-    store_tile(dv_tensor, dv, batch, kv_head, first, TILE_N, sizes.DIM_V)
+    tiles.store_tile(dk_tensor, dk * scale, batch, kv_head, first, TILE_N, sizes.DIM)
+    tiles.store_tile(dv_tensor, dv, batch, kv_head, first, TILE_N, sizes.DIM_V)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -365,15 +340,16 @@ def grad_kv_kernel(
     SHAPE: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV: one program per key tile and key head, over the ``group`` query heads that share it."""
-    slot, batch_head = slot_and_batch_head(count_tiles(kv_blocks, kv_len, SHAPE.TILE_N, SHAPE.BLOCK, SHAPE.SPARSE))
+    count = row_loop.count_tiles(kv_blocks, kv_len, SHAPE.TILE_N, SHAPE.BLOCK, SHAPE.SPARSE)
+    slot, batch_head = row_loop.slot_and_batch_head(count)
     _compute_grad_kv(
         slot, batch_head,
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, None, lse_ptr, delta_ptr, None),
         dk_tensor, dv_tensor, scale,
-        TableRows(table, mask_batch_stride, mask_head_stride, kv_blocks),
-        TableEntries(*table[4:], SHAPE.BLOCK, SHAPE.SPARSE),
-        Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, True),
-        Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
+        tiles.TableRows(table, mask_batch_stride, mask_head_stride, kv_blocks),
+        tiles.TableEntries(*table[4:], SHAPE.BLOCK, SHAPE.SPARSE),
+        row_loop.Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, True),
+        row_loop.Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
     )  # fmt: skip
 
 
@@ -388,26 +364,26 @@ def grad_qkv_kernel(
     then the programs of the query tiles of all query heads that share it. columns, rows: the tables by key and by query."""
     dlse = dlse_ptr if SHAPE.HAS_DLSE else None
     tensors = _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, None, dlse)
-    key_tiles = count_tiles(kv_blocks, kv_len, SHAPE.TILE_N, SHAPE.BLOCK, SHAPE.SPARSE)
-    query_tiles = count_tiles(q_blocks, q_len, SHAPE.TILE_M, SHAPE.BLOCK, SHAPE.SPARSE)
-    slot, batch_head = slot_and_batch_head(key_tiles + group * query_tiles)
+    key_tiles = row_loop.count_tiles(kv_blocks, kv_len, SHAPE.TILE_N, SHAPE.BLOCK, SHAPE.SPARSE)
+    query_tiles = row_loop.count_tiles(q_blocks, q_len, SHAPE.TILE_M, SHAPE.BLOCK, SHAPE.SPARSE)
+    slot, batch_head = row_loop.slot_and_batch_head(key_tiles + group * query_tiles)
     # Records are arguments, not variables: as variables, their constants would become tensors.
     # fmt: off
     if slot < key_tiles:
         _compute_grad_kv(
             slot, batch_head, tensors, dk_tensor, dv_tensor, scale,
-            TableRows(columns, mask_batch_stride, mask_head_stride, kv_blocks),
-            TableEntries(*columns[4:], SHAPE.BLOCK, SHAPE.SPARSE),
-            Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, True),
-            Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
+            tiles.TableRows(columns, mask_batch_stride, mask_head_stride, kv_blocks),
+            tiles.TableEntries(*columns[4:], SHAPE.BLOCK, SHAPE.SPARSE),
+            row_loop.Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, True),
+            row_loop.Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
         )
     else:
         _compute_grad_q(
             (slot - key_tiles) % query_tiles, batch_head * group + (slot - key_tiles) // query_tiles, tensors, dq_tensor, scale,
-            TableRows(rows, mask_batch_stride, mask_head_stride, q_blocks),
-            TableEntries(*rows[4:], SHAPE.BLOCK, SHAPE.SPARSE),
-            Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, False),
-            Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
+            tiles.TableRows(rows, mask_batch_stride, mask_head_stride, q_blocks),
+            tiles.TableEntries(*rows[4:], SHAPE.BLOCK, SHAPE.SPARSE),
+            row_loop.Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, False),
+            row_loop.Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
         )
     # fmt: on
 

@@ -18,23 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common import tiles
 from ..common.compat import Constants
 from ..common.config import Config, padded_head_dim
 from ..common.layout import empty_out
-from ..common.tiles import (
-    BITS,
-    LN_2,
-    LOG2_E,
-    RUNS,
-    BlockPositions,
-    TableEntries,
-    TableRows,
-    TableTensors,
-    kept_pairs,
-    load_mask_number,
-    row_bounds,
-    step_position,
-)
+from ..common.tiles import BITS, LN_2, LOG2_E, RUNS
 from ..launch.launch import arrival_counters, launch_or_repeat_alike, multiprocessors, table_arguments
 from ..launch.memory import cached_until_cleared
 from .configs import combined_at_a_time, decode_config, detect_gpu
@@ -344,7 +332,7 @@ def add_steps(state, tile, sequence, cache, steps, table):
     MASKED: tl.constexpr = steps.bounds is not None
     in_block = tile.position - steps.row * SHAPE.BLOCK if MASKED else tile.position
     within = (in_block >= 0) & (in_block < SHAPE.BLOCK) if MASKED else in_block >= 0
-    first = step_position(table, steps.begin, steps.end, TILE_N)
+    first = tiles.step_position(table, steps.begin, steps.end, TILE_N)
     page = _load_pages(sequence, first, SHAPE)
     factors = _load_factors(sequence, cache, page, first)
     for step in tl.range(steps.begin, steps.end):
@@ -359,16 +347,16 @@ def add_steps(state, tile, sequence, cache, steps, table):
             kept = kept & (token[None, :] <= tile.position[:, None])
         if MASKED:
             q_in_block = tl.where(within, in_block, 0)[:, None]
-            pairs = BlockPositions(q_in_block, ((step % STEPS) * TILE_N + tl.arange(0, TILE_N))[None, :])
+            pairs = tiles.BlockPositions(q_in_block, ((step % STEPS) * TILE_N + tl.arange(0, TILE_N))[None, :])
             kept = kept & (q_in_block >= 0)
             # In branches, from which the compiler does not prefetch: otherwise it would prefetch masks instead of keys.
             entry = step // STEPS
             if entry >= steps.bounds[BITS]:
-                kept = kept & kept_pairs(table, entry, pairs, BITS)
+                kept = kept & tiles.kept_pairs(table, entry, pairs, BITS)
             elif entry >= steps.bounds[RUNS]:
-                kept = kept & kept_pairs(table, entry, pairs, RUNS)
+                kept = kept & tiles.kept_pairs(table, entry, pairs, RUNS)
         # The table and factors are read one step ahead, so no key load and no product waits for them.
-        first = step_position(table, step + 1, steps.end, TILE_N)
+        first = tiles.step_position(table, step + 1, steps.end, TILE_N)
         page = _load_pages(sequence, first, SHAPE)
         of_step, factors = factors, _load_factors(sequence, cache, page, first)
         state = _add_step(state, tile, keys, values, kept, of_step, SHAPE)
@@ -385,7 +373,7 @@ def split_steps(steps, splits):
 def _add_row(state, tile, sequence, cache, splits, row, mask, rows, table):
     """Folds this program's split of a table row into the softmax state."""
     STEPS: tl.constexpr = table.BLOCK // cache.SHAPE.TILE_N
-    bounds = row_bounds(rows, mask, row)
+    bounds = tiles.row_bounds(rows, mask, row)
     begin, end = split_steps((bounds[3] - bounds[0]) * STEPS, splits)
     return add_steps(state, tile, sequence, cache, Steps(bounds[0] * STEPS + begin, bounds[0] * STEPS + end, row, bounds), table)
 
@@ -475,7 +463,7 @@ def _compute_tile(queries, cache, splits, kv_head, first, length, rows, table):
     tile = load_queries(queries, first_query)
     state = init_state(SHAPE)
     if SHAPE.SPARSE:
-        mask = load_mask_number(rows, queries.batch, queries.head)
+        mask = tiles.load_mask_number(rows, queries.batch, queries.head)
         first_block = tl.maximum(first_query, 0) // SHAPE.BLOCK
         if SHAPE.SEVERAL:
             last_block = tl.maximum(first_query + queries.q_len - 1, 0) // SHAPE.BLOCK
@@ -515,7 +503,7 @@ def decode_kernel(
     """
     # Loaded here rather than where they are used, which takes up to six registers more.
     tile, number = tl.program_id(0), tl.program_id(1)
-    tiles, count = tl.num_programs(0), tl.num_programs(1)
+    tile_count, count = tl.num_programs(0), tl.num_programs(1)
     units = heads // members
     batch = tile // row_tiles // units
     head = tile // row_tiles % units * members
@@ -529,9 +517,9 @@ def decode_kernel(
                 out_token_stride, batch, head, heads, members, tile % row_tiles * SHAPE.TILE_M, q_len, score_scale, SHAPE),
         Cache(k_ptr, v_ptr, block_table, k_scale, v_scale, k_page_stride, k_head_stride, k_token_stride, v_page_stride,
               v_head_stride, v_token_stride, scale_page_stride, scale_head_stride, table_stride, SHAPE),
-        Splits(tile, number, tiles, count, split_results, arrived), head // group, start, length,
-        TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
-        TableEntries(*table[4:], SHAPE.BLOCK, SHAPE.SPARSE),
+        Splits(tile, number, tile_count, count, split_results, arrived), head // group, start, length,
+        tiles.TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
+        tiles.TableEntries(*table[4:], SHAPE.BLOCK, SHAPE.SPARSE),
     )  # fmt: skip
 
 
@@ -557,7 +545,7 @@ def attention_decode(
         plan = _plan(shapes, kv_starts is not None, sinks is not None, table, apart, causal, at_end, splits)
         out, lse, arguments = plan.arguments(recording, q, k, v, *optional)
         *tensors, batch_stride, head_stride = table_arguments(mask, mask and mask.by_query, lse)
-        arguments += [TableTensors(*tensors), batch_stride, head_stride, *plan.numbers, scale * LOG2_E.value]
+        arguments += [tiles.TableTensors(*tensors), batch_stride, head_stride, *plan.numbers, scale * LOG2_E.value]
         recording.launch(decode_kernel, (plan.grid, arguments, plan.constants, plan.options), (sinks is not None and sinks.dtype,))
         return out, lse
 

@@ -10,36 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common import tiles
 from ..common.config import padded_head_dim
 from ..common.layout import as_addressable, empty_out, is_addressable, layouts, restore_out
-from ..common.tiles import (
-    CUT,
-    FULL,
-    LN_2,
-    TableEntries,
-    TableRows,
-    kept_pairs,
-    load_tile,
-    step_position,
-    store_tile,
-    where_kept,
-)
+from ..common.tiles import CUT, FULL, LN_2
 from ..common.variant import kernel_variant
 from ..launch.launch import NOT_SPECIALIZED, launch_or_repeat
+from . import row_loop
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import has_padding, is_valid
 from .passes import Passes
-from .row_loop import (
-    Scoring,
-    Sizes,
-    add_row,
-    count_tiles,
-    load_axis_ranges,
-    locate_in_block,
-    locate_step,
-    query_tile,
-    slot_and_batch_head,
-)
 from .scores import compute_scores
 from .sinks import add_sink
 from .softmax import init_softmax, log_of_sum, update
@@ -67,24 +47,24 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
     STEPS: tl.constexpr = table.BLOCK // TILE_N if table.SPARSE else 1
     last = entries.end * STEPS
     first = entries.begin * STEPS
-    position = step_position(table, first, last, TILE_N)
+    position = tiles.step_position(table, first, last, TILE_N)
     for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
         # The table is read one step ahead, so no key load waits for it.
-        upcoming = step_position(table, step + 1, last, TILE_N)
-        place = locate_step(tile, position, sizes)
-        k = load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
+        upcoming = tiles.step_position(table, step + 1, last, TILE_N)
+        place = row_loop.locate_step(tile, position, sizes)
+        k = tiles.load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
         scores = tl.dot(operands.q, k.T, input_precision="ieee")  # (1)
         if scoring.SCORED:
             scores = compute_scores(scores, place, sizes, scoring, KIND)
         factor = 1.0 if scoring.SCORED else scoring.scale
         if KIND != FULL:
-            block = locate_in_block(place, step, table, sizes)
+            block = row_loop.locate_in_block(place, step, table, sizes)
             if KIND != CUT:
-                kept = kept_pairs(table, step // STEPS, block, KIND)
+                kept = tiles.kept_pairs(table, step // STEPS, block, KIND)
             scores *= factor
             factor = 1.0
             if KIND == CUT:
-                scores = where_kept(scores, -float("inf"), entries.kind, table, step // STEPS, block)
+                scores = tiles.where_kept(scores, -float("inf"), entries.kind, table, step // STEPS, block)
                 exists = is_valid(entries.valid, position + tl.arange(0, TILE_N))
                 scores = tl.where(exists[None, :], scores, -float("inf"))
             else:
@@ -95,7 +75,7 @@ def _add_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.co
             survives = kept_by_dropout(variant, operands.stream, place, sizes)
             # A zero that the compiler does not know; otherwise it would select after rounding, between unpacked register halves.
             weights = tl.where(survives, weights, tl.minimum(variant.dropout_p, 0.0))
-        v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
+        v = tiles.load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
         if KIND == CUT:  # a weight of 0 times NaN is NaN
             v = tl.where(exists[:, None], v, 0.0)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")  # (2)
@@ -108,13 +88,14 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     """out and lse of this program's tile of queries."""
     variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
-    slot, batch_head = slot_and_batch_head(count_tiles(rows.count, sizes.q_len, TILE_M, table.BLOCK, table.SPARSE))
-    tile, bounds = query_tile(slot, batch_head, rows, table, sizes)
-    q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
+    count = row_loop.count_tiles(rows.count, sizes.q_len, TILE_M, table.BLOCK, table.SPARSE)
+    slot, batch_head = row_loop.slot_and_batch_head(count)
+    tile, bounds = row_loop.query_tile(slot, batch_head, rows, table, sizes)
+    q = tiles.load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
     state = init_softmax(TILE_M, sizes.DIM_V)
-    valid, valid_keys = load_axis_ranges(tile.first, tile.batch, sizes, variant)
+    valid, valid_keys = row_loop.load_axis_ranges(tile.first, tile.batch, sizes, variant)
     operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile))
-    state = add_row(_add_keys, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
+    state = row_loop.add_row(_add_keys, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
     if variant.sinks is not None:
         state = add_sink(state, tl.load(variant.sinks + tile.head))
     accumulator, running_max, running_sum = state
@@ -127,7 +108,7 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     divisor = total
     if variant.seed is not None:
         divisor *= 1.0 - variant.dropout_p
-    store_tile(out_tensor, accumulator / divisor[:, None], tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
+    tiles.store_tile(out_tensor, accumulator / divisor[:, None], tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
     tl.store(lse_ptr + tile.batch_head.to(tl.int64) * sizes.q_len + query, log * LN_2, mask=query < sizes.q_len)
 
 
@@ -142,10 +123,10 @@ def attention_forward_kernel(
     ``LoopShape``. variant, SCORE, DERIVATIVE: see ``common.variant``."""
     _compute_tile(
         q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr,
-        TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
-        TableEntries(*table[4:], SHAPE.BLOCK, SHAPE.SPARSE),
-        Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, False),
-        Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
+        tiles.TableRows(table, mask_batch_stride, mask_head_stride, q_blocks),
+        tiles.TableEntries(*table[4:], SHAPE.BLOCK, SHAPE.SPARSE),
+        row_loop.Sizes(heads, group, q_len, kv_len, SHAPE.DIM, SHAPE.DIM_V, SHAPE.TILE_M, SHAPE.TILE_N, False),
+        row_loop.Scoring(score_scale, variant, SHAPE.SCORED, SHAPE.REACH, SCORE, DERIVATIVE),
     )  # fmt: skip
 
 

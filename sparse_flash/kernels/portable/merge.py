@@ -60,9 +60,9 @@ def merge_kernel(
 @triton.jit(do_not_specialize=["tokens", "batch_heads", "heads"])
 def move_kernel(
     whole, part, rows, first, addends, tokens, batch_heads, heads, dim, whole_strides, part_strides,
-    LISTED: tl.constexpr, TAKES: tl.constexpr, SEVERAL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr,
+    LISTED: tl.constexpr, TAKES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Adds part to the listed rows of whole, or with TAKES copies these rows to part."""
+    """Adds blocks of part to the listed rows of whole, or with TAKES copies these rows to part."""
     batch, head, listed = _tile_tokens(batch_heads, heads, TILE)
     exists, of_whole = listed < tokens, listed
     if LISTED:
@@ -76,13 +76,10 @@ def move_kernel(
     else:
         wide: tl.constexpr = tl.float64 if whole.dtype.element_ty == tl.float64 else tl.float32
         total = tl.load(place, mask=moved, other=0).to(wide)
-        if SEVERAL:
-            row = tl.program_id(0) // batch_heads * TILE // BLOCK
-            for number in range(tl.load(first + row), tl.load(first + row + 1)):
-                of_part = tl.load(addends + number) * BLOCK + listed % BLOCK
-                total += tl.load(parts + of_part[:, None] * part_strides[2], mask=moved, other=0).to(wide)
-        else:
-            total += tl.load(parts + listed[:, None] * part_strides[2], mask=moved, other=0).to(wide)
+        row = tl.program_id(0) // batch_heads * TILE // BLOCK
+        for number in range(tl.load(first + row), tl.load(first + row + 1)):
+            of_part = tl.load(addends + number) * BLOCK + listed % BLOCK
+            total += tl.load(parts + of_part[:, None] * part_strides[2], mask=moved, other=0).to(wide)
         tl.store(place, total.to(whole.dtype.element_ty), mask=moved)
 
 
@@ -93,33 +90,21 @@ def merge_results(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, 
 
 
 def add_rows(
-    whole: torch.Tensor,
-    part: torch.Tensor,
-    rows: torch.Tensor,
-    block_size: int,
-    addends: tuple[torch.Tensor, torch.Tensor] | None = None,
+    whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor, block_size: int, addends: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Adds part to some block rows of whole, in place, and rounds once.
+    """Adds blocks of part to some block rows of whole, in place, and rounds once.
 
-    whole: (batch, heads, tokens, head_dim). rows: (blocks,) int64, distinct, in blocks of block_size tokens. part: like whole, with
-    the tokens of ``rows``. addends: (first, blocks), int64, if several of part's blocks are added to a row, in order: row i gets
-    part's blocks with the numbers blocks[first[i]] to blocks[first[i + 1] - 1].
+    whole, part: (batch, heads, tokens, head_dim), in blocks of block_size tokens. rows: (blocks,) int64, distinct. addends: (first,
+    blocks), int64: row i gets part's blocks with the numbers blocks[first[i]] to blocks[first[i + 1] - 1], in this order.
     """
-    _add_or_copy(whole, part, rows, block_size, len(rows) * block_size, addends)
+    switches = {"LISTED": True, "TAKES": False, "BLOCK": block_size}
+    _launch(move_kernel, [whole, part], len(rows) * block_size, block_size, [rows, *addends], **switches)
 
 
 def copy_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
-    """Copies some block rows of whole to part. Shapes and rows as for ``add_rows``; rows may repeat; None: all."""
-    _add_or_copy(whole, part, rows, block_size, part.shape[2], None, takes=True)
-
-
-def _add_or_copy(whole, part, rows, block_size: int, tokens: int, addends, takes: bool = False) -> None:
-    """tokens: of all listed rows."""
-    first, blocks = addends or (whole, whole)
-    arguments = [whole if rows is None else rows, first, blocks]
-    most = block_size if addends else _MOST_TOKENS  # of one row
-    switches = {"LISTED": rows is not None, "TAKES": takes, "SEVERAL": addends is not None, "BLOCK": block_size}
-    _launch(move_kernel, [whole, part], tokens, most, arguments, **switches)
+    """Copies some block rows of whole to part. Shapes as for ``add_rows``. rows: may repeat; None: all."""
+    switches = {"LISTED": rows is not None, "TAKES": True, "BLOCK": block_size}
+    _launch(move_kernel, [whole, part], part.shape[2], _MOST_TOKENS, [whole if rows is None else rows, whole, whole], **switches)
 
 
 def _launch(kernel, tensors: list[torch.Tensor], tokens: int, most: int, more: list[torch.Tensor], **switches: int) -> None:

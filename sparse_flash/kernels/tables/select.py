@@ -4,7 +4,6 @@ The same as ``masks.select_blocks.select_in_torch`` in tensor operations, which 
 """
 
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,26 +13,6 @@ from ..launch.launch import Recording, launch_or_repeat, launch_or_repeat_alike
 from .splits import split_rows_kernel, split_rows_launch, work_shapes
 
 _TOGETHER = 256  # entries of a row, or rows, read at a time
-_PARTS = 7  # tensors of a table
-
-
-class Entries(NamedTuple):
-    """The entries of a table to select from: see ``masks.table.Table``."""
-
-    row_ptr: Any
-    row_split: Any
-    index: Any
-    tiles: Any
-
-
-class Selected(NamedTuple):
-    """The parts of a table that are written."""
-
-    row_ptr: Any
-    row_split: Any
-    row_order: Any
-    index: Any
-    tiles: Any
 
 
 @triton.jit
@@ -52,7 +31,7 @@ def _is_kept(maps, mask, row, col, rows, cols, exists, BITS: tl.constexpr):
 def _load_entries(maps, entries, mask, line, entry, end, rows, cols, BY_KEY: tl.constexpr, BITS: tl.constexpr):
     """(other axis of each entry, whether its block is kept: 0 or 1)."""
     exists = entry < end
-    other = tl.load(entries.index + entry, mask=exists, other=0)
+    other = tl.load(entries.col_idx + entry, mask=exists, other=0)
     if BY_KEY:
         kept = _is_kept(maps, mask, other, line, rows, cols, exists, BITS)
     else:
@@ -116,9 +95,9 @@ def _select_row(
         entry = first + tl.arange(0, TOGETHER)
         other, kept = _load_entries(maps, entries, mask, line, entry, end, rows, cols, BY_KEY, BITS)
         number = place + tl.cumsum(kept, 0) - 1
-        tl.store(selected.index + number, other, mask=kept != 0)
-        tile = tl.load(entries.tiles + entry, mask=entry < end, other=0)
-        tl.store(selected.tiles + number, tile, mask=kept != 0)
+        tl.store(selected.col_idx + number, other, mask=kept != 0)
+        tile = tl.load(entries.tile_idx + entry, mask=entry < end, other=0)
+        tl.store(selected.tile_idx + number, tile, mask=kept != 0)
         place += tl.sum(kept)
 
 
@@ -128,7 +107,7 @@ def count_entries_kernel(
 ):  # fmt: skip
     """A program counts a row of one of the two tables, by query first.
 
-    maps: (masks, rows, cols) bool, or (masks, rows, ceil(cols / 32)) int32 of bits. by_query, by_key: ``Entries`` of one mask.
+    maps: (masks, rows, cols) bool, or (masks, rows, ceil(cols / 32)) int32 of bits. by_query, by_key: tables of one mask.
     counts: int32, (3, masks, rows), then (3, masks, cols). totals: (2, masks) int32, zeros.
     """
     number = tl.program_id(0)
@@ -149,7 +128,7 @@ def select_entries_kernel(
     maps, by_query, by_key, selected, selected_by_key, counts, totals, masks, rows, cols,
     BITS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """A program writes a row of one of the two tables. selected, selected_by_key: ``Selected``. The rest as for
+    """A program writes a row of one of the two tables, selected and selected_by_key, but for its work items. The rest as for
     ``count_entries_kernel``, which fills counts and totals."""
     number = tl.program_id(0)
     if number < masks * rows:
@@ -168,8 +147,8 @@ def select_entries_kernel(
 
 def select_tables(
     maps: torch.Tensor, by_query, by_key, shape: tuple[int, int], room: int, of_splits: tuple[int, int, int, int], within
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors of both tables of the entries that each map keeps: see ``masks.table.Table``.
+) -> list:
+    """Both tables of the entries that each map keeps: see ``masks.table.Table``.
 
     maps: as ``count_entries_kernel`` takes them, contiguous. by_query, by_key: tables of one mask. shape: rows and columns of the
     maps. room: the most entries that may be kept in all. of_splits: the last arguments of ``split_rows_launch``. within: the mask
@@ -181,7 +160,8 @@ def select_tables(
         made = launch_or_repeat(None, None, None, (maps,), run)
     else:
         made = launch_or_repeat_alike(select_entries_kernel, within, (shape, room, of_splits), (maps,), run)
-    return made[:_PARTS], made[_PARTS : 2 * _PARTS]
+    parts = len(by_query)
+    return [by_query._make(made[:parts]), by_query._make(made[parts : 2 * parts])]
 
 
 def _run(maps, by_query, by_key, shape, room, of_splits, recording: Recording) -> list[torch.Tensor]:
@@ -190,14 +170,12 @@ def _run(maps, by_query, by_key, shape, room, of_splits, recording: Recording) -
     for lines, more in ((rows, of_splits[0]), (cols, of_splits[1])):
         shapes = (masks, lines + 1), (masks, lines, 2), (masks, lines), (max(2, room),), (max(2, room),)
         made += [recording.fresh(torch.empty(size, **kind)) for size in (*shapes, *work_shapes(masks, lines, more))]
-    table, table_by_key = made[:_PARTS], made[_PARTS:]
+    table, table_by_key = by_query._make(made[: len(made) // 2]), by_query._make(made[len(made) // 2 :])
     counts = recording.fresh(torch.empty(3 * masks * (rows + cols), **kind))
     totals = recording.each_time(partial(torch.zeros, (2, masks), **kind))
-    entries = [Entries(t.row_ptr, t.row_split, t.col_idx, t.tile_idx) for t in (by_query, by_key)]
-    selected = [Selected(*t[:5]) for t in (table, table_by_key)]
     constants, options = {"BITS": maps.dtype == torch.int32, "TOGETHER": _TOGETHER}, {"num_warps": 4}
     grid, sizes = (masks * (rows + cols), 1), (counts, totals, masks, rows, cols)
-    recording.launch(count_entries_kernel, (grid, [maps, *entries, *sizes], constants, options))
-    recording.launch(select_entries_kernel, (grid, [maps, *entries, *selected, *sizes], constants, options))
+    recording.launch(count_entries_kernel, (grid, [maps, by_query, by_key, *sizes], constants, options))
+    recording.launch(select_entries_kernel, (grid, [maps, by_query, by_key, table, table_by_key, *sizes], constants, options))
     recording.launch(split_rows_kernel, split_rows_launch(table[:3], table_by_key[:3], table[5:], table_by_key[5:], *of_splits))
     return made

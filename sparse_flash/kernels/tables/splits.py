@@ -115,39 +115,22 @@ def _write_lines(table, listed, mask, least, SPLITS: tl.constexpr, ROOM: tl.cons
 
 @triton.jit(do_not_specialize=["rows", "k_rows", "masks", "least"])
 def split_rows_kernel(
-    row_ptr,
-    row_split,
-    row_order,
-    work,
-    listed,
-    k_row_ptr,
-    k_row_split,
-    k_row_order,
-    k_work,
-    k_listed,
-    rows,
-    k_rows,
-    masks,
-    least,
-    SPLITS: tl.constexpr,
-    ROOM: tl.constexpr,
-    K_ROOM: tl.constexpr,
-    ITEMS: tl.constexpr,
-    MASKS: tl.constexpr,
-):
+    by_query, by_key, work, k_work, rows, k_rows, masks, least,
+    SPLITS: tl.constexpr, ROOM: tl.constexpr, K_ROOM: tl.constexpr, ITEMS: tl.constexpr, MASKS: tl.constexpr,
+):  # fmt: skip
     """A program writes ITEMS items of a mask, and a mask's first program its split rows. Axis 0 has the masks of the table by
-    query, then the masks of the table by key."""
+    query, then the masks of the table by key. by_query, by_key, work: as for ``split_rows_launch``."""
     line, chunk = tl.program_id(0), tl.program_id(1)
     if line < masks:
-        table = RowTensors(row_ptr, row_split, row_order, rows)
+        table = RowTensors(*by_query, rows)
         if chunk == 0:
-            _write_lines(table, listed, line, least, SPLITS, ROOM)
-        _write_items(table, work, masks, line, chunk, least, SPLITS, ROOM, ITEMS, MASKS)
+            _write_lines(table, work[1], line, least, SPLITS, ROOM)
+        _write_items(table, work[0], masks, line, chunk, least, SPLITS, ROOM, ITEMS, MASKS)
     else:
-        table = RowTensors(k_row_ptr, k_row_split, k_row_order, k_rows)
+        table = RowTensors(*by_key, k_rows)
         if chunk == 0:
-            _write_lines(table, k_listed, line - masks, least, SPLITS, K_ROOM)
-        _write_items(table, k_work, masks, line - masks, chunk, least, SPLITS, K_ROOM, ITEMS, MASKS)
+            _write_lines(table, k_work[1], line - masks, least, SPLITS, K_ROOM)
+        _write_items(table, k_work[0], masks, line - masks, chunk, least, SPLITS, K_ROOM, ITEMS, MASKS)
 
 
 def work_shapes(masks: int, rows: int, room: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -162,7 +145,7 @@ def split_rows_launch(by_query, by_key, work, work_by_key, room: int, k_room: in
     k_room: splits that each has room for, ``splits`` or 0: then rows stay whole. splits, least: see ``masks.table.split_limits``.
     """
     masks, rows = by_query[2].shape
-    arguments = [*by_query, *work, *by_key, *work_by_key, rows, by_key[2].shape[1], masks, least]
+    arguments = [*map(tuple, (by_query, by_key, work, work_by_key)), rows, by_key[2].shape[1], masks, least]
     constants = {"SPLITS": splits, "ROOM": room, "K_ROOM": k_room, "ITEMS": _ITEMS_TOGETHER, "MASKS": _MASKS_TOGETHER}
     longest = max(work[0].shape[1], work_by_key[0].shape[1])
     return (2 * masks, triton.cdiv(longest, _ITEMS_TOGETHER)), arguments, constants, {"num_warps": 4}

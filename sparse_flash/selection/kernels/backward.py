@@ -20,31 +20,10 @@ from ...kernels.common.config import padded_head_dim
 from ...kernels.common.grid import tile_and_batch_head
 from ...kernels.common.tiles import LOG2_E, load_tile, store_tile
 from ...kernels.launch.launch import as_rows, descriptor_or_rows, launch
+from . import tiles
 from .configs import selection_config
 from .division import Round, SelectionSizes
-from .tiles import (
-    INTEGERS,
-    ROWS,
-    PickedCall,
-    RowsOfTile,
-    SelectionOperands,
-    always_arguments,
-    block_of,
-    constants_of,
-    find_unpicked_pairs,
-    index_of_rows,
-    is_picked,
-    load_rows,
-    locate_piece,
-    picks_of_rows,
-    queries_of_tile,
-    rows_of_list,
-    rows_of_tile,
-    steps_of_always,
-    steps_of_list,
-    store_rows,
-    where_always_kept,
-)
+from .tiles import INTEGERS, ROWS
 
 _PARTS_AHEAD = tl.constexpr(4)
 _KEYS_OF_SUM = 32
@@ -97,8 +76,8 @@ def _causal_mask_by_key(position, rows, call):
 @triton.jit
 def _add_grads(dk, dv, weights, q, rows, v, call):
     """(dk, dv, dS) after a step. weights: (keys, rows)."""
-    at = index_of_rows(rows, call)
-    dout = load_rows(call.dout, rows, call.C.DIM_V)
+    at = tiles.index_of_rows(rows, call)
+    dout = tiles.load_rows(call.dout, rows, call.C.DIM_V)
     dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
     dweights = tl.dot(v, dout.T, input_precision="ieee")
     delta = tl.load(call.delta + at, mask=rows.exists, other=0.0)
@@ -112,10 +91,10 @@ def _compute_grads(
 ):  # fmt: skip
     """Sums after queries begin .. end - 1 of a list, whose parts of dQ are stored. CUT: whether keys may follow their query."""
     C: tl.constexpr = call.C
-    for step in tl.range(0, steps_of_list(begin, end, call)):
-        rows, entry = rows_of_list(entries, begin, end, step, batch_head, call)
-        at = index_of_rows(rows, call)
-        q = load_rows(call.q, rows, C.DIM)
+    for step in tl.range(0, tiles.steps_of_list(begin, end, call)):
+        rows, entry = tiles.rows_of_list(entries, begin, end, step, batch_head, call)
+        at = tiles.index_of_rows(rows, call)
+        q = tiles.load_rows(call.q, rows, C.DIM)
         scores = tl.dot(block.k, q.T, input_precision="ieee") * call.score_scale
         if C.MASSES:
             at = at * C.SLOTS + entry % C.SLOTS
@@ -159,7 +138,7 @@ def _compute_piece(part_ptr, dk_ptr, dv_ptr, entries, piece, call):
     begin, end = tl.load(piece + 1), tl.load(piece + 3)
     if begin < end:
         whole = tl.load(piece + 2)
-        batch_head, batch, kv_head, position = locate_piece(piece, call)
+        batch_head, batch, kv_head, position = tiles.locate_piece(piece, call)
         position += part * C.TILE_N
         k = load_tile(call.k, batch, kv_head, position, C.TILE_N, C.DIM)
         v = k
@@ -188,23 +167,25 @@ def picked_grads_kernel(
     and no dOut."""
     _compute_piece(
         part_ptr, dk_ptr, dv_ptr, entries, items + (item + tl.program_id(0)) * 5,
-        PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, None, None, scale, score_scale,
-                   first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
+        tiles.PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, None, None, scale, score_scale,
+                         first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
     )  # fmt: skip
 
 
-def picked_grads(operands: SelectionOperands, lists, parts, dk_sums, dv_sums, sizes: SelectionSizes, round: Round, scale: float):
+def picked_grads(
+    operands: tiles.SelectionOperands, lists, parts, dk_sums, dv_sums, sizes: SelectionSizes, round: Round, scale: float
+):
     """Writes parts and sums of one round. lists: ``lists.ColumnLists``. No dout for masses."""
     config = _config(operands.q, operands.v, sizes.block)
     n, count, masses = config.tile_n, lists.items.shape[1], operands.dout is None
     operands, widths = _arguments(operands._replace(dout=operands.q) if masses else operands, n)
     arguments = [*operands, parts, dk_sums, dv_sums, lists.entries, lists.items, round.number * count]
     arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
-    constants = {"C": constants_of(sizes, *widths, MASSES=masses)}
+    constants = {"C": tiles.constants_of(sizes, *widths, MASSES=masses)}
     launch(picked_grads_kernel, (count, sizes.block // n), arguments, constants, config.options)
 
 
-def _arguments(operands: SelectionOperands, tile_n: int) -> tuple[list, tuple[int, int, int]]:
+def _arguments(operands: tiles.SelectionOperands, tile_n: int) -> tuple[list, tuple[int, int, int]]:
     """Returns (the kernels' arguments q_rows .. delta_ptr, the constants DIM, DIM_V and TILE_N)."""
     q, k, v, dout, log2_sum, delta = operands
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
@@ -247,14 +228,14 @@ def _compute_always_piece(dk_ptr, dv_ptr, items, call):
             query = tl.load(call.always.index + entry) * C.ALWAYS + place
             exists = (row < C.QUERIES * C.MEMBERS) & (place < C.ALWAYS) & (query < call.q_len)
             head = (kv_head * C.PICKERS + step % STEPS // TILES_OF_ENTRY) * C.MEMBERS + row % C.MEMBERS
-            rows = RowsOfTile(row, query, head, row, exists, batch, kv_head)
-            q = load_rows(call.q, rows, C.DIM)
-            log2_sum = tl.load(call.log2_sum + index_of_rows(rows, call), mask=exists, other=float("inf"))
+            rows = tiles.RowsOfTile(row, query, head, row, exists, batch, kv_head)
+            q = tiles.load_rows(call.q, rows, C.DIM)
+            log2_sum = tl.load(call.log2_sum + tiles.index_of_rows(rows, call), mask=exists, other=float("inf"))
             weights = tl.math.exp2(tl.dot(k, q.T, input_precision="ieee") * call.score_scale - log2_sum[None, :])
-            picked = is_picked(tl.where(exists, picks_of_rows(rows, call), 0), exists, position // C.BLOCK, call)
+            picked = tiles.is_picked(tl.where(exists, tiles.picks_of_rows(rows, call), 0), exists, position // C.BLOCK, call)
             kept = _causal_mask_by_key(position, rows, call) & (exists & ~picked)[None, :]
             place = tl.where(exists, place, 0)
-            weights = where_always_kept(tl.where(kept, weights, 0.0), 0.0, call, column, entry, place[None, :], key[:, None])
+            weights = tiles.where_always_kept(tl.where(kept, weights, 0.0), 0.0, call, column, entry, place[None, :], key[:, None])
             dk, dv, _ = _add_grads(dk, dv, weights, q, rows, v, call)
         number = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tl.load(piece + 4)
         first = (number.to(tl.int64) * PARTS + part) * C.TILE_N
@@ -270,24 +251,25 @@ def always_grads_kernel(
     C: tl.constexpr,
 ):  # fmt: skip
     """One program per piece of a column of what is always kept, TILE_N of its keys, and batch-head. items: ``lists.Pieces``.
-    dk_ptr, dv_ptr: (batch-heads of a round, pieces, ALWAYS, DIM or DIM_V) float32. always: ``AlwaysKept``, by key."""
+    dk_ptr, dv_ptr: (batch-heads of a round, pieces, ALWAYS, DIM or DIM_V) float32. always: see
+    ``always_arguments``, by key."""
     _compute_always_piece(
         dk_ptr, dv_ptr, items,
-        PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks, always, scale, score_scale,
-                   first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
+        tiles.PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks, always, scale, score_scale,
+                         first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
     )  # fmt: skip
 
 
 def always_grads(
-    operands: SelectionOperands, picks, always, columns, dk_sums, dv_sums, sizes: SelectionSizes, round: Round, scale: float
+    operands: tiles.SelectionOperands, picks, always, columns, dk_sums, dv_sums, sizes: SelectionSizes, round: Round, scale: float
 ):  # fmt: skip
     """Writes sums of one round's batch-heads, over all queries. columns: ``lists.Pieces``."""
     config = _config(operands.q, operands.v, sizes.smallest_block(always))
     operands, widths = _arguments(operands, config.tile_n)
-    arguments = [*operands, dk_sums, dv_sums, picks, columns.items, always_arguments(always, True, operands[-1])]
+    arguments = [*operands, dk_sums, dv_sums, picks, columns.items, tiles.always_arguments(always, True, operands[-1])]
     arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
     grid = columns.items.shape[1] * (always.block_size // config.tile_n), round.heads
-    constants = {"C": constants_of(sizes, *widths, ALWAYS=always.block_size)}
+    constants = {"C": tiles.constants_of(sizes, *widths, ALWAYS=always.block_size)}
     launch(always_grads_kernel, grid, arguments, constants, config.options)
 
 
@@ -342,7 +324,7 @@ def sum_key_grads(grad, sums, lists, columns, always, sizes: SelectionSizes, rou
     beside = (sums.pieces, lists.starts, 0) if columns is None else (sums.always, columns.starts, columns.items.shape[1])
     arguments = [as_rows(grad, dim), sums.pieces, lists.starts, *beside[:2], sums.pieces if sums.before is None else sums.before]
     arguments += [round.number * lists.starts.shape[1], round.head, sizes.kv_heads, sizes.key_blocks, beside[2], factor]
-    constants = {"DIM": dim, "KEYS": keys, "BLOCK": sizes.block, "ALWAYS": block_of(always)}
+    constants = {"DIM": dim, "KEYS": keys, "BLOCK": sizes.block, "ALWAYS": tiles.block_of(always)}
     constants |= {"CONTINUES": round.query > 0, "ENDS": round.query + round.queries == sizes.q_len}
     launch(sum_key_grads_kernel, (triton.cdiv(sizes.kv_len, keys), round.heads), arguments, constants, {"num_warps": 4})
 
@@ -357,14 +339,14 @@ def _always_grad(rows, first_query, last_query, call):
     """What is always kept and in no picked block gives to dQ, but for ``scale``."""
     C: tl.constexpr = call.C
     dq = tl.zeros([ROWS, C.DIM], tl.float32)
-    at, picks = index_of_rows(rows, call), picks_of_rows(rows, call)
-    q, dout = load_rows(call.q, rows, C.DIM), load_rows(call.dout, rows, C.DIM_V)
+    at, picks = tiles.index_of_rows(rows, call), tiles.picks_of_rows(rows, call)
+    q, dout = tiles.load_rows(call.q, rows, C.DIM), tiles.load_rows(call.dout, rows, C.DIM_V)
     log2_sum = tl.load(call.log2_sum + at, mask=rows.exists, other=float("inf"))
     delta = tl.load(call.delta + at, mask=rows.exists, other=0.0)
     for row in tl.range(first_query // C.ALWAYS, last_query // C.ALWAYS + 1):
-        begin, end = steps_of_always(row, call)
+        begin, end = tiles.steps_of_always(row, call)
         for step in tl.range(begin, end, num_stages=1):
-            position, kept = find_unpicked_pairs(row, step, rows, picks, call)
+            position, kept = tiles.find_unpicked_pairs(row, step, rows, picks, call)
             k = load_tile(call.k, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM)
             v = load_tile(call.v, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM_V)
             weights = tl.math.exp2(tl.dot(q, k.T, input_precision="ieee") * call.score_scale - log2_sum[:, None])
@@ -378,17 +360,17 @@ def _always_grad(rows, first_query, last_query, call):
 def _compute_query_grads(dq_rows, part_ptr, listed, call):
     C: tl.constexpr = call.C
     tile, picker = tl.program_id(0), tl.program_id(1)
-    rows = rows_of_tile(tile, picker, call)
+    rows = tiles.rows_of_tile(tile, picker, call)
     dq = tl.zeros([ROWS, C.DIM], tl.float32)
     if C.ALWAYS != 0:
-        first, last = queries_of_tile(tile, call)
+        first, last = tiles.queries_of_tile(tile, call)
         dq = _always_grad(rows, first, last, call) * call.scale
-    count = tl.load(listed + picks_of_rows(rows, call), mask=rows.exists, other=0) * C.PARTS
+    count = tl.load(listed + tiles.picks_of_rows(rows, call), mask=rows.exists, other=0) * C.PARTS
     for part in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
         at = (rows.place.to(tl.int64) * (C.SLOTS * C.PARTS) + part) * C.MEMBERS + rows.number
         places = part_ptr + at[:, None] * C.DIM + tl.arange(0, C.DIM)[None, :]
         dq += tl.load(places, mask=(part < count)[:, None], other=0.0).to(tl.float32)
-    store_rows(dq_rows, dq, rows, C.DIM)
+    tiles.store_rows(dq_rows, dq, rows, C.DIM)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -402,19 +384,19 @@ def sum_query_grads_kernel(
     ``visit_blocks_kernel``."""
     _compute_query_grads(
         dq_rows, part_ptr, listed,
-        PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks, always, scale, score_scale,
-                   first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
+        tiles.PickedCall(q_rows, k_tensor, v_tensor, dout_rows, log2_sum_ptr, delta_ptr, picks, always, scale, score_scale,
+                         first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
     )  # fmt: skip
 
 
 def sum_query_grads(
-    operands: SelectionOperands, picks, lists, parts, always, dq, sizes: SelectionSizes, round: Round, scale: float
+    operands: tiles.SelectionOperands, picks, lists, parts, always, dq, sizes: SelectionSizes, round: Round, scale: float
 ):  # fmt: skip
     """Writes dq of one round."""
     q, dim = operands.q, max(padded_head_dim(t.shape[3]) for t in (operands.q, operands.v))
     config = selection_config("grad_q", q.dtype, dim, sizes.smallest_block(always), q.device)
     operands, widths = _arguments(operands._replace(dout=q) if operands.dout is None else operands, config.tile_n)
-    arguments = [*operands, as_rows(dq, widths[0]), picks, lists.counts, parts, always_arguments(always, False, operands[-1])]
+    arguments = [*operands, as_rows(dq, widths[0]), picks, lists.counts, parts, tiles.always_arguments(always, False, operands[-1])]
     arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
-    constants = {"C": constants_of(sizes, *widths, ALWAYS=block_of(always), PARTS=parts.shape[1])}
+    constants = {"C": tiles.constants_of(sizes, *widths, ALWAYS=tiles.block_of(always), PARTS=parts.shape[1])}
     launch(sum_query_grads_kernel, sizes.tiles_of(round), arguments, constants, config.options)

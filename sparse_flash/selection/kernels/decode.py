@@ -13,22 +13,8 @@ import triton.language as tl
 from ...kernels.common.tiles import LOG2_E, TableEntries
 from ...kernels.launch.launch import launch_or_repeat_alike, multiprocessors
 from ...kernels.launch.memory import cached_until_cleared
+from ...kernels.portable import decode as portable
 from ...kernels.portable.configs import decode_config, detect_gpu
-from ...kernels.portable.decode import (
-    STRIDES,
-    Cache,
-    CallShapes,
-    DecodePlan,
-    Queries,
-    Splits,
-    Steps,
-    add_steps,
-    init_state,
-    load_queries,
-    locate_sequence,
-    split_steps,
-    store_tile_or_split,
-)
 from .division import padded_count
 
 
@@ -36,13 +22,14 @@ from .division import padded_count
 def _compute_tile(queries, cache, splits, kv_head, position, steps, table):
     """out and lse of this program's rows, or its split of them. steps: over all picks of the query, which sees a sequence that ends
     with it. table: of the picks, without masks."""
-    sequence = locate_sequence(cache, queries.batch, kv_head, 0, position + 1)
-    begin, end = split_steps(steps, splits)
-    state = add_steps(init_state(cache.SHAPE), load_queries(queries, position), sequence, cache, Steps(begin, end), table)
-    store_tile_or_split(state, queries, splits)
+    sequence = portable.locate_sequence(cache, queries.batch, kv_head, 0, position + 1)
+    begin, end = portable.split_steps(steps, splits)
+    state, tile = portable.init_state(cache.SHAPE), portable.load_queries(queries, position)
+    state = portable.add_steps(state, tile, sequence, cache, portable.Steps(begin, end), table)
+    portable.store_tile_or_split(state, queries, splits)
 
 
-@triton.jit(do_not_specialize=[*STRIDES, "pickers", "group", "members", "row_tiles", "q_len", "kv_len"])
+@triton.jit(do_not_specialize=[*portable.STRIDES, "pickers", "group", "members", "row_tiles", "q_len", "kv_len"])
 def selection_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, split_results, arrived, kv_lens, block_table, k_scale, v_scale, picks,
     q_batch_stride: tl.int64, q_head_stride: tl.int64, q_token_stride: tl.int64,
@@ -72,12 +59,13 @@ def selection_decode_kernel(
     # The first ones, as picks ascend.
     visited = tl.sum(((pick >= 0) & (pick * SHAPE.BLOCK <= position)).to(tl.int32), 0)
     _compute_tile(
-        Queries(q_ptr + query * q_token_stride * SHAPE.VECTOR, out_ptr + query * out_token_stride, lse_ptr + query, lse_ptr,
-                q_batch_stride, q_head_stride, q_token_stride, out_batch_stride, out_head_stride, out_token_stride, batch, head,
-                pickers * members, members, tile % row_tiles * SHAPE.TILE_M, q_len, score_scale, SHAPE),
-        Cache(k_ptr, v_ptr, block_table, k_scale, v_scale, k_page_stride, k_head_stride, k_token_stride, v_page_stride,
-              v_head_stride, v_token_stride, scale_page_stride, scale_head_stride, table_stride, SHAPE),
-        Splits(tile, number, tiles, count, split_results, arrived), head // group, position,
+        portable.Queries(q_ptr + query * q_token_stride * SHAPE.VECTOR, out_ptr + query * out_token_stride, lse_ptr + query,
+                         lse_ptr, q_batch_stride, q_head_stride, q_token_stride, out_batch_stride, out_head_stride,
+                         out_token_stride, batch, head, pickers * members, members, tile % row_tiles * SHAPE.TILE_M, q_len,
+                         score_scale, SHAPE),
+        portable.Cache(k_ptr, v_ptr, block_table, k_scale, v_scale, k_page_stride, k_head_stride, k_token_stride, v_page_stride,
+                       v_head_stride, v_token_stride, scale_page_stride, scale_head_stride, table_stride, SHAPE),
+        portable.Splits(tile, number, tiles, count, split_results, arrived), head // group, position,
         visited * (SHAPE.BLOCK // SHAPE.TILE_N),
         TableEntries(picks, picks, picks, picks, SHAPE.BLOCK, SHAPE.SPARSE),
     )  # fmt: skip
@@ -91,7 +79,7 @@ def selection_decode(
     inputs = [t for t in (q, k, v, picks, kv_lens, block_table, k_scale, v_scale) if t is not None]
 
     def run(recording):
-        shapes = CallShapes.of(q, k, v, kv_lens, block_table, k_scale)
+        shapes = portable.CallShapes.of(q, k, v, kv_lens, block_table, k_scale)
         plan = _plan(shapes, tuple(picks.shape), block_size, splits)
         out, lse, arguments = plan.arguments(recording, q, k, v, kv_lens, block_table, k_scale, v_scale)
         arguments += [picks, *plan.numbers, scale * LOG2_E.value]
@@ -103,7 +91,7 @@ def selection_decode(
 
 
 @cached_until_cleared
-def _plan(shapes: CallShapes, picks: tuple[int, ...], block_size: int, splits: int | None) -> DecodePlan:
+def _plan(shapes: portable.CallShapes, picks: tuple[int, ...], block_size: int, splits: int | None) -> portable.DecodePlan:
     batch, heads, q_len, head_dim = shapes.q
     pickers, _, slots = picks[1:]
     members = heads // pickers

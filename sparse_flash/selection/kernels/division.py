@@ -7,8 +7,6 @@ from ...kernels.common.config import SECOND_AXIS
 
 # wgmma begins at 64 rows. Tiles of 128 rows were slower everywhere: docs/performance/selection.md, "Tile sizes".
 TILE_ROWS = 64
-# A tile visits a block that this share of its queries picked. The same page has the figures of other shares.
-_VISITED_SHARE = 3, 4
 WORKSPACE = 512 << 20  # bytes that partial results may take; in long sequences as many as the sums of a batch-head
 _FORWARD_ROWS = 1024  # of a piece of a list: enough to hide the load of the key block
 # A piece of the backward pass has this many times the mean list of a key block, so few blocks are divided.
@@ -98,12 +96,6 @@ class SelectionSizes(NamedTuple):
 def padded_count(count: int) -> int:
     """The power of two, at least 2, that Triton needs for an axis of ``count``."""
     return max(2, 1 << (count - 1).bit_length())
-
-
-def least_queries(sizes: SelectionSizes) -> int:
-    """How many of a tile's queries must pick a block for the tile to visit it."""
-    share, of = _VISITED_SHARE
-    return max(2, -(-sizes.tile_queries * share // of))
 
 
 def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int) -> list[Round]:

@@ -18,31 +18,10 @@ from ...kernels.common.config import padded_head_dim
 from ...kernels.common.tiles import LN_2, LOG2_E, load_tile
 from ...kernels.launch.launch import as_rows, descriptor_or_rows, launch
 from ...kernels.portable.softmax import finish, init_softmax, log_of_sum, merge, update
+from . import tiles
 from .configs import selection_config
 from .division import Round, SelectionSizes
-from .tiles import (
-    INTEGERS,
-    ROWS,
-    PickedCall,
-    SelectionOperands,
-    VisitedBlocks,
-    always_arguments,
-    block_of,
-    causal_mask,
-    constants_of,
-    find_unpicked_pairs,
-    index_of_rows,
-    load_rows,
-    locate_piece,
-    picks_of_rows,
-    queries_of_tile,
-    rows_of_list,
-    rows_of_tile,
-    steps_of_always,
-    steps_of_list,
-    store_rows,
-    table_of_tile,
-)
+from .tiles import INTEGERS, ROWS
 
 _PARTS_AHEAD = tl.constexpr(3)
 
@@ -52,7 +31,7 @@ def _update_from_keys(running_max, running_sum, q, k, rows, position, call, CUT:
     """``update`` of a step whose keys every row picked. CUT: whether some may follow their query."""
     scores = tl.dot(q, k.T, input_precision="ieee")
     if CUT:
-        scores = tl.where(causal_mask(rows, position, call), scores * call.score_scale, -float("inf"))
+        scores = tl.where(tiles.causal_mask(rows, position, call), scores * call.score_scale, -float("inf"))
         factor = 1.0
     else:
         factor = call.score_scale
@@ -63,9 +42,9 @@ def _update_from_keys(running_max, running_sum, q, k, rows, position, call, CUT:
 def _compute_parts(k, v, part_ptr, lse_ptr, entries, begin, end, batch_head, position, call, CUT: tl.constexpr):
     """The partial results of queries begin .. end - 1 of a list. k, v: the block, if one step holds it."""
     C: tl.constexpr = call.C
-    for step in tl.range(0, steps_of_list(begin, end, call)):
-        rows, entry = rows_of_list(entries, begin, end, step, batch_head, call)
-        q = load_rows(call.q, rows, C.DIM)
+    for step in tl.range(0, tiles.steps_of_list(begin, end, call)):
+        rows, entry = tiles.rows_of_list(entries, begin, end, step, batch_head, call)
+        q = tiles.load_rows(call.q, rows, C.DIM)
         accumulator, running_max, running_sum = init_softmax(ROWS, C.DIM_V)
         if C.BLOCK == C.TILE_N:
             weights, _, running_max, running_sum = _update_from_keys(running_max, running_sum, q, k, rows, position, call, CUT)
@@ -83,7 +62,7 @@ def _compute_parts(k, v, part_ptr, lse_ptr, entries, begin, end, batch_head, pos
                     accumulator = tl.dot(weights.to(v_step.dtype), v_step, accumulator, input_precision="ieee")
         total, lse = log_of_sum(running_max, running_sum)
         if C.MASSES:
-            at = index_of_rows(rows, call) * C.SLOTS + entry % C.SLOTS
+            at = tiles.index_of_rows(rows, call) * C.SLOTS + entry % C.SLOTS
             tl.store(lse_ptr + at, lse * LN_2, mask=rows.exists)
         else:
             at = entry.to(tl.int64) * C.MEMBERS + rows.number
@@ -100,7 +79,7 @@ def _compute_piece(part_ptr, lse_ptr, entries, piece, call):
     begin, end = tl.load(piece + 1), tl.load(piece + 3)
     if begin < end:
         whole = tl.load(piece + 2)
-        batch_head, batch, kv_head, position = locate_piece(piece, call)
+        batch_head, batch, kv_head, position = tiles.locate_piece(piece, call)
         k, v = 0, 0
         if C.BLOCK == C.TILE_N:
             k = load_tile(call.k, batch, kv_head, position, C.BLOCK, C.DIM)
@@ -123,12 +102,14 @@ def picked_parts_kernel(
     have cut blocks."""
     _compute_piece(
         part_ptr, lse_ptr, entries, items + (item + tl.program_id(0)) * 5,
-        PickedCall(q_rows, k_tensor, v_tensor, None, None, None, None, None, None, score_scale,
-                   first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
+        tiles.PickedCall(q_rows, k_tensor, v_tensor, None, None, None, None, None, None, score_scale,
+                         first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
     )  # fmt: skip
 
 
-def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: SelectionSizes, round: Round, scale: float) -> None:
+def picked_parts(
+    operands: tiles.SelectionOperands, lists, parts, part_lse, sizes: SelectionSizes, round: Round, scale: float
+) -> None:
     """Writes parts and part_lse of one round. lists: ``lists.ColumnLists``. parts: None: part_lse are masses, (batch, heads, q_len,
     slots) float32, written where a query has pairs."""
     q, k, v = operands[:3]
@@ -138,7 +119,7 @@ def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: Sel
     arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v)]
     arguments += [part_lse if parts is None else parts, part_lse]
     arguments += [lists.entries, lists.items, round.number * count, *sizes.integers(round), scale * LOG2_E.value]
-    constants = {"C": constants_of(sizes, dim, dim_v, n, MASSES=parts is None)}
+    constants = {"C": tiles.constants_of(sizes, dim, dim_v, n, MASSES=parts is None)}
     launch(picked_parts_kernel, (count, 1), arguments, constants, config.options)
 
 
@@ -164,7 +145,7 @@ def _add_blocks(state, q, rows, number, blocks, bits, first, last, call, CUT: tl
             kept = (tl.load(bits + step // STEPS) >> number) & 1
             scores = tl.where((kept == 1)[:, None], scores, -float("inf"))
         if CUT:
-            scores = tl.where(causal_mask(rows, position, call), scores, -float("inf"))
+            scores = tl.where(tiles.causal_mask(rows, position, call), scores, -float("inf"))
         weights, rescale, running_max, running_sum = update(running_max, running_sum, scores, factor)
         v = load_tile(call.v, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM_V)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator * rescale[:, None], input_precision="ieee")
@@ -176,12 +157,12 @@ def _add_always(state, q, rows, first_query, last_query, call):
     """Adds what is always kept and in no picked block."""
     C: tl.constexpr = call.C
     accumulator, running_max, running_sum = state
-    picks = picks_of_rows(rows, call)
+    picks = tiles.picks_of_rows(rows, call)
     for row in tl.range(first_query // C.ALWAYS, last_query // C.ALWAYS + 1):
-        begin, end = steps_of_always(row, call)
+        begin, end = tiles.steps_of_always(row, call)
         for step in tl.range(begin, end, num_stages=1):
             # Before the products, which take most of the registers.
-            position, kept = find_unpicked_pairs(row, step, rows, picks, call)
+            position, kept = tiles.find_unpicked_pairs(row, step, rows, picks, call)
             k = load_tile(call.k, rows.batch, rows.kv_head, position, C.TILE_N, C.DIM)
             scores = tl.where(kept, tl.dot(q, k.T, input_precision="ieee") * call.score_scale, -float("inf"))
             weights, rescale, running_max, running_sum = update(running_max, running_sum, scores, 1.0)
@@ -202,7 +183,7 @@ class _Parts(NamedTuple):
 def _merge_parts(state, rows, parts, call):
     """Adds the partial results of the rows' listed picks."""
     C: tl.constexpr = call.C
-    count = tl.load(parts.listed + picks_of_rows(rows, call), mask=rows.exists, other=0)
+    count = tl.load(parts.listed + tiles.picks_of_rows(rows, call), mask=rows.exists, other=0)
     column = tl.arange(0, C.DIM_V)
     for slot in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
         at = (rows.place * C.SLOTS + slot).to(tl.int64) * C.MEMBERS + rows.number
@@ -216,21 +197,21 @@ def _merge_parts(state, rows, parts, call):
 def _compute_tile(out_rows, lse_ptr, visited, parts, call):
     C: tl.constexpr = call.C
     tile, picker = tl.program_id(0), tl.program_id(1)
-    rows = rows_of_tile(tile, picker, call)
-    q = load_rows(call.q, rows, C.DIM)
+    rows = tiles.rows_of_tile(tile, picker, call)
+    q = tiles.load_rows(call.q, rows, C.DIM)
     state = init_softmax(ROWS, C.DIM_V)
-    table, number = table_of_tile(tile, picker, call)
+    table, number = tiles.table_of_tile(tile, picker, call)
     blocks, bits = visited.blocks + table * C.WIDTH, visited.bits + table * C.WIDTH
     whole, end = tl.load(visited.counts + table * 2), tl.load(visited.counts + table * 2 + 1)
     if whole > 0:  # even an empty loop fills and drains a pipeline
         state = _add_blocks(state, q, rows, number, blocks, bits, 0, whole, call, False)
     state = _add_blocks(state, q, rows, number, blocks, bits, whole, end, call, True)
     if C.ALWAYS != 0:
-        first, last = queries_of_tile(tile, call)
+        first, last = tiles.queries_of_tile(tile, call)
         state = _add_always(state, q, rows, first, last, call)
     out, lse = finish(_merge_parts(state, rows, parts, call))
-    store_rows(out_rows, out, rows, C.DIM_V)
-    tl.store(lse_ptr + index_of_rows(rows, call), lse * LN_2, mask=rows.exists)
+    tiles.store_rows(out_rows, out, rows, C.DIM_V)
+    tl.store(lse_ptr + tiles.index_of_rows(rows, call), lse * LN_2, mask=rows.exists)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -241,16 +222,16 @@ def visit_blocks_kernel(
     C: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of queries of the heads that share picks. counts, blocks, bits: see ``VisitedBlocks``. listed:
-    (batch, kv_heads * PICKERS, q_len) int32, how many partial results a query has. always: ``AlwaysKept``."""
+    (batch, kv_heads * PICKERS, q_len) int32, how many partial results a query has. always: see ``always_arguments``."""
     _compute_tile(
-        out_rows, lse_ptr, VisitedBlocks(counts, blocks, bits), _Parts(listed, part_ptr, part_lse),
-        PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks, always, None, score_scale,
-                   first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
+        out_rows, lse_ptr, tiles.VisitedBlocks(counts, blocks, bits), _Parts(listed, part_ptr, part_lse),
+        tiles.PickedCall(q_rows, k_tensor, v_tensor, None, None, None, picks, always, None, score_scale,
+                         first_head, first_query, stride, kv_heads, q_len, offset, key_blocks, C),
     )  # fmt: skip
 
 
 def visit_blocks(
-    operands: SelectionOperands, picks, visited, listed, parts, part_lse, always, out, lse,
+    operands: tiles.SelectionOperands, picks, visited, listed, parts, part_lse, always, out, lse,
     sizes: SelectionSizes, round: Round, scale: float,
 ) -> None:  # fmt: skip
     """Writes out and lse of one round. visited: ``VisitedBlocks``. listed, parts, part_lse: see ``visit_blocks_kernel``."""
@@ -260,6 +241,6 @@ def visit_blocks(
     n = config.tile_n
     arguments = [as_rows(q, dim), descriptor_or_rows(k, n, dim), descriptor_or_rows(v, n, dim_v), as_rows(out, dim_v), lse, picks]
     arguments += [visited.counts, visited.blocks, visited.bits, listed, parts, part_lse]
-    arguments += [always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
-    constants = {"C": constants_of(sizes, dim, dim_v, n, ALWAYS=block_of(always), WIDTH=visited.blocks.shape[3])}
+    arguments += [tiles.always_arguments(always, False, lse), *sizes.integers(round), scale * LOG2_E.value]
+    constants = {"C": tiles.constants_of(sizes, dim, dim_v, n, ALWAYS=tiles.block_of(always), WIDTH=visited.blocks.shape[3])}
     launch(visit_blocks_kernel, sizes.tiles_of(round), arguments, constants, config.options)

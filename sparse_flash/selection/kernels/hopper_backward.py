@@ -24,21 +24,8 @@ from ...kernels.hopper.descriptors import gluon_descriptor
 from ...kernels.hopper.products import start_transposed_product
 from ...kernels.hopper.ring import Ring, new_linked_ring, new_ring
 from ...kernels.launch.launch import launch, multiprocessors
-from .hopper_gathering import (
-    GATHERING_WARPS,
-    NOT_SPECIALIZED,
-    ROWS,
-    Lists,
-    RowOrigins,
-    RowTensor,
-    allocate_shared_rows,
-    keys_at_a_time,
-    list_arguments,
-    load_keys,
-    row_arguments,
-    store_by_rows,
-    storing_layout,
-)
+from . import hopper_gathering as gathering
+from .hopper_gathering import GATHERING_WARPS, ROWS
 from .tiles import constants_of
 
 # Tiles of gathered queries, and of their gradients, in shared memory, by padded head_dim and keys of an item.
@@ -53,15 +40,15 @@ class GradsArguments:
 
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
-    queries: RowTensor
-    douts: RowTensor
-    rows: RowOrigins  # of the gathering warps
+    queries: gathering.RowTensor
+    douts: gathering.RowTensor
+    rows: gathering.RowOrigins  # of the gathering warps
     log2_sum_ptr: gl.tensor
     delta_ptr: gl.tensor
     part_ptr: gl.tensor
     dk_ptr: gl.tensor
     dv_ptr: gl.tensor
-    lists: Lists
+    lists: gathering.Lists
     offset: gl.tensor
     scale: gl.tensor
     score_scale: gl.tensor
@@ -117,7 +104,7 @@ def _load_item_keys(p, turn, item):
     """Starts the copy of an item's keys and values, once no warp needs the item before any more."""
     if item.begin < item.end:
         block = p.lists.locate_block(item)
-        load_keys(p, turn, block, block.position, p.lists.KEYS)
+        gathering.load_keys(p, turn, block, block.position, p.lists.KEYS)
 
 
 @gluon.jit
@@ -145,8 +132,8 @@ def _start_dweights(p, v, tile, zeros):
 @gluon.jit
 def _store_dq(p, dq, rows, COLUMN: gl.constexpr = 0):
     """Stores the parts of dQ of a tile, or their columns from COLUMN on."""
-    part = gl.convert_layout((dq * p.scale).to(p.q.data.dtype), storing_layout(dq.shape[1], gl.num_warps()))
-    store_by_rows(p.part_ptr + COLUMN, part, rows.place * p.DIM, rows.exists)
+    part = gl.convert_layout((dq * p.scale).to(p.q.data.dtype), gathering.storing_layout(dq.shape[1], gl.num_warps()))
+    gathering.store_by_rows(p.part_ptr + COLUMN, part, rows.place * p.DIM, rows.exists)
 
 
 @gluon.jit
@@ -165,7 +152,7 @@ def _add_shared_tiles(p, state, begin, end, block, tiles, last, zeros, dq_zeros,
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     column: gl.constexpr = gl.SliceLayout(0, zeros.type.layout)
-    row_layout: gl.constexpr = gl.SliceLayout(1, storing_layout(p.DIM, gl.num_warps()))
+    row_layout: gl.constexpr = gl.SliceLayout(1, gathering.storing_layout(p.DIM, gl.num_warps()))
     for step in range(p.lists.steps(begin, end)):
         v = p.v.stage(0, opaque_zero(tiles))
         q, dout = p.q.stage(tiles), p.dout.stage(tiles)
@@ -247,7 +234,7 @@ def _add_own_tiles(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: 
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     column: gl.constexpr = gl.SliceLayout(0, zeros.type.layout)
-    row_layout: gl.constexpr = gl.SliceLayout(1, storing_layout(p.DIM // 2, gl.num_warps()))
+    row_layout: gl.constexpr = gl.SliceLayout(1, gathering.storing_layout(p.DIM // 2, gl.num_warps()))
     steps = p.lists.steps(begin, end)
     for step in range((tiles + GROUP) % 2, steps, 2):
         place = tiles + step
@@ -337,7 +324,7 @@ def _compute_own_tiles(p, GROUP: gl.constexpr):
         item = upcoming
 
 
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=gathering.NOT_SPECIALIZED)
 def picked_grads_kernel(
     q_ptr, k_tensor, v_tensor, dout_ptr, log2_sum_ptr, delta_ptr, part_ptr, dk_ptr, dv_ptr, entries, items, item, item_count,
     q_batch_stride, q_head_stride, q_token_stride, q_pieces,
@@ -369,16 +356,16 @@ def picked_grads_kernel(
         sums = new_ring(gl.allocate_shared_memory(gl.float32, [1, KEYS, DIM], of_sums), 1)
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
-    lists = Lists(
+    lists = gathering.Lists(
         entries, items + item * 5, item_count, first_head, first_query, stride, kv_heads, q_len, key_blocks, KEYS,
         C.BLOCK // KEYS, C,
     )  # fmt: skip
     p = GradsArguments(
         k_tensor=k_tensor,
         v_tensor=v_tensor,
-        queries=RowTensor(q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_pieces),
-        douts=RowTensor(dout_ptr, dout_batch_stride, dout_head_stride, dout_token_stride, dout_pieces),
-        rows=allocate_shared_rows(),
+        queries=gathering.RowTensor(q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_pieces),
+        douts=gathering.RowTensor(dout_ptr, dout_batch_stride, dout_head_stride, dout_token_stride, dout_pieces),
+        rows=gathering.allocate_shared_rows(),
         log2_sum_ptr=log2_sum_ptr,
         delta_ptr=delta_ptr,
         part_ptr=part_ptr,
@@ -410,17 +397,17 @@ def picked_grads_kernel(
 
 def keys_per_part(q, v, sizes) -> int:
     """Returns the keys of a part of dQ."""
-    return keys_at_a_time(sizes.block)
+    return gathering.keys_at_a_time(sizes.block)
 
 
 def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, round, scale: float) -> None:
     """Writes parts and sums of one round. Arguments as in ``backward``; see ``selection.hopper.supports``."""
     q, k, v, dout, log2_sum, delta = operands
-    dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
+    dim, keys = padded_head_dim(q.shape[3]), gathering.keys_at_a_time(sizes.block)
     block = [1, 1, keys, dim]
     arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), dout, log2_sum, delta, parts]
-    arguments += [dk_sums, dv_sums, *list_arguments(lists, round), *row_arguments(q), *row_arguments(dout)]
-    arguments += [*sizes.integers(round), scale, scale * LOG2_E.value]
+    arguments += [dk_sums, dv_sums, *gathering.list_arguments(lists, round)]
+    arguments += [*gathering.row_arguments(q), *gathering.row_arguments(dout), *sizes.integers(round), scale, scale * LOG2_E.value]
     constants = {"STAGES": STAGES[dim, keys], "C": constants_of(sizes, dim, dim, keys)}
     grid = min(lists.items.shape[1] * (sizes.block // keys), multiprocessors(q.device)), 1
     launch(picked_grads_kernel, grid, arguments, constants, {"num_warps": keys // 16})

@@ -21,21 +21,8 @@ from ...kernels.hopper.descriptors import gluon_descriptor
 from ...kernels.hopper.products import start_transposed_product
 from ...kernels.hopper.ring import Ring, new_linked_ring, new_ring
 from ...kernels.launch.launch import launch, multiprocessors
-from .hopper_gathering import (
-    GATHERING_WARPS,
-    NOT_SPECIALIZED,
-    ROWS,
-    Lists,
-    RowOrigins,
-    RowTensor,
-    allocate_shared_rows,
-    keys_at_a_time,
-    list_arguments,
-    load_keys,
-    row_arguments,
-    store_by_rows,
-    storing_layout,
-)
+from . import hopper_gathering as gathering
+from .hopper_gathering import GATHERING_WARPS, ROWS
 from .tiles import constants_of
 
 # Tiles of gathered queries in shared memory, and blocks of keys with their values, by padded head_dim and keys of a step.
@@ -48,11 +35,11 @@ class PartsArguments:
 
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
-    queries: RowTensor
-    rows: RowOrigins  # of the gathering warps
+    queries: gathering.RowTensor
+    rows: gathering.RowOrigins  # of the gathering warps
     part_ptr: gl.tensor
     lse_ptr: gl.tensor
-    lists: Lists
+    lists: gathering.Lists
     score_scale: gl.tensor
     q: Ring  # one stage per tile of gathered rows
     k: Ring  # one stage per item, or, if blocks take several steps, for each step of two tiles
@@ -103,12 +90,12 @@ def _load(p):
         block = p.lists.locate_block(item)
         upcoming = p.lists.item(turn + 1)
         if p.STEPS == 1:
-            load_keys(p, loads, block, block.position, p.KEYS)
+            gathering.load_keys(p, loads, block, block.position, p.KEYS)
             loads += 1
         else:
             for _ in range(p.tiles_of(item) // 2):
                 for step in range(p.STEPS):
-                    load_keys(p, loads, block, block.position + step * p.KEYS, p.KEYS)
+                    gathering.load_keys(p, loads, block, block.position + step * p.KEYS, p.KEYS)
                     loads += 1
         turn += 1
         item = upcoming
@@ -124,7 +111,7 @@ def _compute(p, GROUP: gl.constexpr):
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.DIM, 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)
-    part_layout: gl.constexpr = storing_layout(p.DIM, WARPS)
+    part_layout: gl.constexpr = gathering.storing_layout(p.DIM, WARPS)
     row_layout: gl.constexpr = gl.SliceLayout(1, part_layout)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, layout=score_layout)
     no_sums = gl.zeros([ROWS, p.DIM], gl.float32, layout=sum_layout)
@@ -185,7 +172,7 @@ def _compute(p, GROUP: gl.constexpr):
             if STEPS > 1:
                 p.k.release(loads - 1)
             part = gl.convert_layout((sums * share[:, None]).to(dtype), part_layout)
-            store_by_rows(p.part_ptr, part, rows.place * p.DIM, rows.exists)
+            gathering.store_by_rows(p.part_ptr, part, rows.place * p.DIM, rows.exists)
         tiles += tiles_of_item
         if STEPS == 1:
             p.k.release(loads)
@@ -194,7 +181,7 @@ def _compute(p, GROUP: gl.constexpr):
         item = upcoming
 
 
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=gathering.NOT_SPECIALIZED)
 def picked_parts_kernel(
     q_ptr, k_tensor, v_tensor, part_ptr, lse_ptr, entries, items, item, item_count,
     q_batch_stride, q_head_stride, q_token_stride, q_pieces,
@@ -212,14 +199,14 @@ def picked_parts_kernel(
     v = new_linked_ring(k, gl.allocate_shared_memory(dtype, [KEY_STAGES, KEYS, DIM], flat), KEY_STAGES)
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
-    lists = Lists(
+    lists = gathering.Lists(
         entries, items + item * 5, item_count, first_head, first_query, stride, kv_heads, q_len, key_blocks, C.BLOCK, 1, C
     )
     p = PartsArguments(
         k_tensor=k_tensor,
         v_tensor=v_tensor,
-        queries=RowTensor(q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_pieces),
-        rows=allocate_shared_rows(),
+        queries=gathering.RowTensor(q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_pieces),
+        rows=gathering.allocate_shared_rows(),
         part_ptr=part_ptr,
         lse_ptr=lse_ptr,
         lists=lists,
@@ -239,11 +226,16 @@ def picked_parts_kernel(
 def picked_parts(operands, lists, parts, part_lse, sizes, round, scale: float) -> None:
     """Writes parts and part_lse of one round. Arguments as in ``forward``; see ``selection.hopper.supports``."""
     q, k, v = operands[:3]
-    dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
+    dim, keys = padded_head_dim(q.shape[3]), gathering.keys_at_a_time(sizes.block)
     stages, key_stages = STAGES[dim, keys]
     block = [1, 1, keys, dim]
-    arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), parts, part_lse, *list_arguments(lists, round)]
-    arguments += [*row_arguments(q), *sizes.integers(round), scale * LOG2_E.value]
+    arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), parts, part_lse]
+    arguments += [
+        *gathering.list_arguments(lists, round),
+        *gathering.row_arguments(q),
+        *sizes.integers(round),
+        scale * LOG2_E.value,
+    ]
     constants = {"STAGES": stages, "KEY_STAGES": key_stages, "C": constants_of(sizes, dim, dim, keys)}
     grid = min(lists.items.shape[1], multiprocessors(q.device)), 1
     launch(picked_parts_kernel, grid, arguments, constants, {"num_warps": 4})

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...kernels.common.grid import tile_and_batch_head
 from ...kernels.launch.launch import launch
-from .division import Round, SelectionSizes, count_entries, least_queries, padded_count
+from .division import Round, SelectionSizes, count_entries, padded_count
 from .tiles import VisitedBlocks
 
 _UNKNOWN = tl.constexpr(0x7FFFFFFF)  # above every key of a sort
@@ -99,7 +99,8 @@ def visited_blocks_kernel(
 
 def visited_blocks(picks: torch.Tensor, sizes: SelectionSizes) -> VisitedBlocks:
     """picks: (batch, kv_heads * pickers, q_len, slots) int32, contiguous."""
-    together, slots, least = sizes.tile_queries, sizes.slots, least_queries(sizes)
+    # Three quarters of a tile, two queries at least: docs/performance/selection.md, "Tile sizes", has the figures of other shares.
+    together, slots, least = sizes.tile_queries, sizes.slots, max(2, -(-sizes.tile_queries * 3 // 4))
     tiles, picked = triton.cdiv(sizes.q_len, together), together * slots
     # Blocks that ``least`` queries picked, and blocks that the causal limit cuts.
     width = min(picked, sizes.key_blocks, picked // least + (together - 1) // sizes.block + 2)

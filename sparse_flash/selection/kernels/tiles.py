@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from ...kernels.common.compat import Constants
-from ...kernels.common.tiles import BlockPositions, TableEntries, where_kept
+from ...kernels.common.tiles import BlockPositions, TableEntries, TableTensors, where_kept
+from ...kernels.launch.launch import table_arguments
 from ...kernels.launch.memory import cached_until_cleared
 from .division import TILE_ROWS, PickedShape, SelectionSizes
 
@@ -39,37 +40,24 @@ def constants_of(sizes: SelectionSizes, *widths: int, **more: int) -> Constants:
     return Constants(PickedShape(sizes.members, sizes.pickers, sizes.slots, sizes.tile_queries, sizes.block, *widths, **more))
 
 
-class AlwaysKept(NamedTuple):
-    """The table, by query or by key, of pairs that are kept whatever was picked, as kernels take it."""
-
-    row_ptr: Any
-    row_split: Any
-    index: Any
-    tile_idx: Any
-    tile_runs: Any
-    tile_bits: Any
-
-
 def block_of(always) -> int:
     """The block size of what is always kept, 0 if there is none."""
     return always.block_size if always else 0
 
 
-def always_arguments(always, by_key: bool, placeholder) -> AlwaysKept:
-    """always: a BlockMask of one mask, or None: then the kernel does not use the result."""
-    if always is None:
-        return AlwaysKept(*(placeholder,) * 6)
-    table = always.by_key if by_key else always.by_query
-    return AlwaysKept(table.row_ptr, table.row_split, table.col_idx, table.tile_idx, *always.tiles)
+def always_arguments(always, by_key: bool, placeholder) -> TableTensors:
+    """The table by query or by key of pairs that are kept whatever was picked. always: a BlockMask of one mask, or None: unused."""
+    table = always and (always.by_key if by_key else always.by_query)
+    return TableTensors(*table_arguments(always, table, placeholder)[:8])
 
 
 class PickedCall(NamedTuple):
     """Describes a call and its round to a kernel; None for what the kernel does not use.
 
     q, dout: ``Rows``. k, v: descriptors or ``Rows``. dout, log2_sum, delta: see ``SelectionOperands``. picks: (batch, kv_heads *
-    PICKERS, q_len, SLOTS) int32. always: ``AlwaysKept``. score_scale: scale * log2(e). first_head, first_query: the round's first.
-    stride: see ``Round``. offset: position of the first query. C: ``PickedShape``, last: otherwise Triton 3.6 forgets the constants
-    of records within the record, such as a stride of 1.
+    PICKERS, q_len, SLOTS) int32. always: ``always_arguments``. score_scale: scale * log2(e). first_head, first_query: the round's
+    first. stride: see ``Round``. offset: position of the first query. C: ``PickedShape``, last: otherwise Triton 3.6 forgets the
+    constants of records within the record, such as a stride of 1.
     """
 
     q: Any
@@ -239,10 +227,10 @@ def causal_mask(rows, position, call):
 def where_always_kept(values, otherwise, call, row, entry, query, key):
     """values, or ``otherwise`` where the entry of a row does not keep a pair. query, key: within the entry's block, (n, 1) and
     (1, n) or the reverse."""
-    split = call.always.row_split + row * 2
+    split = call.always.split + row * 2
     kind = (entry >= tl.load(split)).to(tl.int32) + (entry >= tl.load(split + 1)).to(tl.int32)
     pairs = BlockPositions(query, key)
-    return where_kept(values, otherwise, kind, TableEntries(*call.always[2:], call.C.ALWAYS, True), entry, pairs)
+    return where_kept(values, otherwise, kind, TableEntries(*call.always[4:], call.C.ALWAYS, True), entry, pairs)
 
 
 @triton.jit
@@ -265,7 +253,7 @@ def find_unpicked_pairs(row, step, rows, picks, call):
 def steps_of_always(row, call):
     """The first and the end of the steps through a row of what is always kept."""
     STEPS: tl.constexpr = call.C.ALWAYS // call.C.TILE_N
-    return tl.load(call.always.row_ptr + row) * STEPS, tl.load(call.always.row_ptr + row + 1) * STEPS
+    return tl.load(call.always.ptr + row) * STEPS, tl.load(call.always.ptr + row + 1) * STEPS
 
 
 @triton.jit
