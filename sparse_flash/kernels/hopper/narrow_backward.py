@@ -11,17 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.gluon import barrier, opaque_zero, view
 from ..common.tiles import BITS, FULL, RUNS
-from .backward_steps import (
-    add_sums,
-    compute_dscores,
-    dq_rows,
-    existing_key_words,
-    first_query,
-    load_lse,
-    mask_words,
-    round_weights,
-    scores_to_weights,
-)
+from . import backward_steps
 from .products import copy_rows, new_sums, scale_sums, start_product, start_transposed_product, store_columns, wait_for_both
 
 
@@ -39,27 +29,27 @@ def _add_steps(
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
-    existing = existing_key_words(p, tile, score_layout)
+    existing = backward_steps.existing_key_words(p, tile, score_layout)
     for entry in range(begin, end):
         q = p.q.stage(step)
         dout = p.dout.stage(step)
         values = p.v.stage(turn, opaque_zero(step))
         words, position = entry, entry
         if KIND != FULL:
-            words = mask_words(p, tile, entry, exists, KIND, score_layout)
+            words = backward_steps.mask_words(p, tile, entry, exists, KIND, score_layout)
         if p.dropout.ENABLED or p.scoring.SCORED:
-            position = first_query(p, tile, entry, end, exists)
+            position = backward_steps.first_query(p, tile, entry, end, exists)
         p.dout.wait(step)
         # (2) dP = dO V^T
         started = start_transposed_product(values, dout, zeros, p.SHAPE.USED)
         sent = step + turn
         # (a) P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
         products = scores
-        lse = load_lse(p, step, score_layout)
-        weights = scores_to_weights(p, tile, products, lse, words, existing, stream, terms, position, KIND)
+        lse = backward_steps.load_lse(p, step, score_layout)
+        weights = backward_steps.scores_to_weights(p, tile, products, lse, words, existing, stream, terms, position, KIND)
         if p.scoring.SCORED:
             # The derivative is applied here, so that its inputs need not stay in registers during the products.
-            operand = gl.convert_layout(round_weights(p, weights), operand_layout)
+            operand = gl.convert_layout(backward_steps.round_weights(p, weights), operand_layout)
             if not p.scoring.SIGNED:
                 weights = p.scoring.times_derivative(weights, products, terms, position, tile.first)
         # The previous step's dQ is committed only here. Right after the store, the tensor cores would idle during the wait for it,
@@ -67,13 +57,13 @@ def _add_steps(
         _commit_dq(own, sent - 1, step != first)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         if not p.scoring.SCORED:
-            operand = gl.convert_layout(round_weights(p, weights), operand_layout)
+            operand = gl.convert_layout(backward_steps.round_weights(p, weights), operand_layout)
         # (3) dV += P^T dO
         started_dv = start_product(operand, dout, dv)
         # ``opaque_zero`` keeps the compiler from moving the load of delta before the product's start.
         delta = p.delta.index(p.dout.place(step) + opaque_zero(step)).load(column)
         # (b) dS = P (dP - delta)
-        dscores = compute_dscores(p, weights, dweights, delta[None, :])
+        dscores = backward_steps.compute_dscores(p, weights, dweights, delta[None, :])
         if p.scoring.SIGNED:
             dscores = p.scoring.times_derivative(dscores, products, terms, position, tile.first)
         # Keys lie along the rows of the buffer, as in dQ's product, so the tensor cores read its left operand without a transpose.
@@ -103,7 +93,7 @@ def _add_steps(
         started_scores = start_transposed_product(p.k.stage(upcoming_turn), p.q.stage(step + 1), zeros, p.SHAPE.USED)
         dq = warpgroup_mma_wait(1, deps=(started_dq,))
         own.dq.acquire(sent)
-        rows = dq_rows(p, dq, units)
+        rows = backward_steps.dq_rows(p, dq, units)
         view(own.dq.data, rows.dtype, rows.shape, p.grads.dq_rows.layout).store(rows)
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         step += 1
@@ -185,8 +175,8 @@ def _hand_over(p, own, tile, turn, sent, dk, dv):
     """Adds dK and dV of a tile to sums, or hands them to the sending warp: dK through the buffer of the tile's keys, dV through the
     buffer of dQ, so that the next tile's values arrive meanwhile."""
     if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
-        add_sums(p, tile, dk, 0)
-        add_sums(p, tile, dv, 1)
+        backward_steps.add_sums(p, tile, dk, 0)
+        backward_steps.add_sums(p, tile, dv, 1)
         own.dq.acquire(sent)
     else:
         buffer = p.k.stage(turn)

@@ -19,17 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.gluon import barrier, opaque_zero, view
 from ..common.tiles import BITS, FULL, RUNS
-from .backward_steps import (
-    add_sums,
-    compute_dscores,
-    dq_rows,
-    existing_key_words,
-    first_query,
-    load_lse,
-    mask_words,
-    round_weights,
-    scores_to_weights,
-)
+from . import backward_steps
 from .pairs import from_pairs, multiply_pairs, negate_after, to_pairs
 from .products import (
     copy_rows,
@@ -87,7 +77,7 @@ def _dq_operands(p, group, step, turn, piece, WIDTH: gl.constexpr):
 def _hand_over_dq(p, own, dq, units, sent):
     """Hands a piece of dQ to the sending warp. units: of its queries; only read with FIXED."""
     own.dq.acquire(sent)
-    rows = dq_rows(p, dq, units)
+    rows = backward_steps.dq_rows(p, dq, units)
     view(own.dq.data, rows.dtype, rows.shape, p.grads.dq_rows.layout).store(rows)
     fence_async_shared()
     own.dq.commit(sent)
@@ -112,7 +102,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
-    existing = existing_key_words(p, tile, score_layout)
+    existing = backward_steps.existing_key_words(p, tile, score_layout)
     LATE: gl.constexpr = p.SHAPE.LATE
     for entry in range(begin, end):
         q = p.q.stage(step)
@@ -121,14 +111,14 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
         values = p.v.stage(turn, opaque_zero(step) + own.GROUP)
         words, position = entry, entry
         if KIND != FULL:
-            words = mask_words(p, tile, entry, exists, KIND, score_layout)
+            words = backward_steps.mask_words(p, tile, entry, exists, KIND, score_layout)
         if p.dropout.ENABLED or p.scoring.SCORED:
-            position = first_query(p, tile, entry, end, exists)
+            position = backward_steps.first_query(p, tile, entry, end, exists)
         # Unless LATE, these waits and the load of lse come before the products. Between them, they would queue behind a product's
         # reads of shared memory.
         p.q.wait(step)
         if not LATE:
-            lse = load_lse(p, step, score_layout)
+            lse = backward_steps.load_lse(p, step, score_layout)
         p.dout.wait(step)
         # (1) S = Q K^T
         started_scores = start_transposed_product(keys, q, zeros, p.SHAPE.USED)
@@ -136,10 +126,10 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
         started = start_transposed_product(values, dout, zeros, p.SHAPE.USED_V)
         products = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         if LATE:
-            lse = load_lse(p, step, score_layout)
+            lse = backward_steps.load_lse(p, step, score_layout)
         # (a) P = exp2(S - lse)
-        weights = scores_to_weights(p, tile, products, lse, words, existing, stream, terms, position, KIND)
-        operand = gl.convert_layout(round_weights(p, weights), operand_layout)
+        weights = backward_steps.scores_to_weights(p, tile, products, lse, words, existing, stream, terms, position, KIND)
+        operand = gl.convert_layout(backward_steps.round_weights(p, weights), operand_layout)
         if p.scoring.SCORED and not p.scoring.SIGNED:
             # The derivative is applied here, so that its inputs need not stay in registers during the products.
             weights = p.scoring.times_derivative(weights, products, terms, position, tile.first)
@@ -159,7 +149,7 @@ def _add_steps(p, own, other, tile, state, step, turn, begin, end, exists, strea
             # The assembler would serialize all products if delta were read here. This wait returns at once.
             p.dout.wait(step)
         # (b) dS = P (dP - delta)
-        dscores = compute_dscores(p, weights, dweights, delta[None, :])
+        dscores = backward_steps.compute_dscores(p, weights, dweights, delta[None, :])
         if p.scoring.SIGNED:
             dscores = p.scoring.times_derivative(dscores, products, terms, position, tile.first)
         dscores = dscores.to(dtype)
@@ -210,20 +200,20 @@ def _add_steps_from_129(p, own, other, tile, state, step, turn, begin, end, exis
     of_dv: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
     of_dk: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     PIECES: gl.constexpr = p.SHAPE.ACROSS
-    existing = existing_key_words(p, tile, score_layout)
+    existing = backward_steps.existing_key_words(p, tile, score_layout)
     for entry in range(begin, end):
         dout = p.dout.stage(step)
         words = entry
         if KIND != FULL:
-            words = mask_words(p, tile, entry, exists, KIND, score_layout)
+            words = backward_steps.mask_words(p, tile, entry, exists, KIND, score_layout)
         # (1) S = Q K^T
         p.q.wait(step)
         keys = stage_pieces(p.k, turn, opaque_zero(step) + own.GROUP * PIECES, PIECES)
         started = start_pieces_product(keys, stage_pieces(p.q, step, 0, PIECES), zeros, PIECES * 64)
         products = warpgroup_mma_wait(0, deps=(started,))
         # (a) P = exp2(S - lse)
-        lse = load_lse(p, step, score_layout)
-        weights = scores_to_weights(p, tile, products, lse, words, existing, 0, 0, entry, KIND)
+        lse = backward_steps.load_lse(p, step, score_layout)
+        weights = backward_steps.scores_to_weights(p, tile, products, lse, words, existing, 0, 0, entry, KIND)
         pairs = to_pairs(weights, dtype)
         # (2) dP - delta = dO V^T - delta
         p.dout.wait(step)
@@ -316,8 +306,8 @@ def compute_part(p, own, other):
             own.done.commit(turn)
             other.done.wait(turn)
         if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
-            add_sums(p, tile, dk, 0, own.GROUP)
-            add_sums(p, tile, dv, 1, own.GROUP)
+            backward_steps.add_sums(p, tile, dk, 0, own.GROUP)
+            backward_steps.add_sums(p, tile, dv, 1, own.GROUP)
         else:
             _store_results(p, tile, dk, dv, turn, own.GROUP)
         fence_async_shared()

@@ -15,17 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.gluon import opaque_zero, view
 from ..common.tiles import BITS, FULL, RUNS
-from .backward_steps import (
-    add_sums,
-    compute_dscores,
-    dq_rows,
-    existing_key_words,
-    first_query,
-    load_lse,
-    mask_words,
-    round_weights,
-    scores_to_weights,
-)
+from . import backward_steps
 from .products import new_sums, scale_sums, start_product, start_transposed_product, store_columns, wait_for_sums
 
 
@@ -56,7 +46,7 @@ def _hand_over_dq(p, own, dq, step, PIECE: gl.constexpr):
     unit = dq
     if p.SHAPE.FIXED:
         unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
-    rows = dq_rows(p, dq, unit)
+    rows = backward_steps.dq_rows(p, dq, unit)
     halves = rows.reshape([2, rows.shape[0] // 2, 256]).permute((1, 2, 0)).split()
     for half in gl.static_range(2):
         sent = (step * p.SHAPE.PIECES + PIECE) * 2 + half
@@ -77,20 +67,20 @@ def _add_weights(p, own, tile, state, step, last, turn, begin, end, exists, stre
     score_layout: gl.constexpr = zeros.type.layout
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dq_zeros = gl.zeros([p.SHAPE.QUERIES, 64], gl.float32, layout=dq_layout)
-    existing = existing_key_words(p, tile, score_layout)
+    existing = backward_steps.existing_key_words(p, tile, score_layout)
     for entry in range(begin, end):
         dout = p.dout.stage(step)
         words = entry
         if KIND != FULL:
-            words = mask_words(p, tile, entry, exists, KIND, score_layout)
+            words = backward_steps.mask_words(p, tile, entry, exists, KIND, score_layout)
         position = entry
         if p.dropout.ENABLED or p.scoring.SCORED:
-            position = first_query(p, tile, entry, end, exists)
+            position = backward_steps.first_query(p, tile, entry, end, exists)
         # (a) P = exp2(S - lse), where the previous step has computed (1) S = Q K^T
-        weights = scores_to_weights(
-            p, tile, scores, load_lse(p, step, score_layout), words, existing, stream, terms, position, KIND
+        weights = backward_steps.scores_to_weights(
+            p, tile, scores, backward_steps.load_lse(p, step, score_layout), words, existing, stream, terms, position, KIND
         )
-        operand = gl.convert_layout(round_weights(p, weights), operand_layout)
+        operand = gl.convert_layout(backward_steps.round_weights(p, weights), operand_layout)
         if p.scoring.SIGNED:
             ones = gl.full([p.SHAPE.KEYS, p.SHAPE.QUERIES], 1.0, gl.float32, layout=score_layout)
             derivative = p.scoring.times_derivative(ones, scores, terms, position, tile.first)
@@ -185,7 +175,7 @@ def compute_gradients(p, own):
             passed = own.weights.stage(opaque_zero(step)).load(thread_order)
             weights = gl.convert_layout(_from_thread_order(passed), score_layout).to(gl.float32)
             # (b) dS = P (dP - delta), where the previous step has computed (2) dP = dO V^T
-            dscores = compute_dscores(p, weights, dweights, delta)
+            dscores = backward_steps.compute_dscores(p, weights, dweights, delta)
             if p.scoring.SIGNED:
                 passed = own.weights.stage(opaque_zero(step), 1).load(thread_order)
                 dscores *= gl.convert_layout(_from_thread_order(passed), score_layout).to(gl.float32)
@@ -214,7 +204,7 @@ def compute_gradients(p, own):
 def _hand_over(p, tile, grad, buffer, ring, turn, WHICH: gl.constexpr):
     """Hands over dK or dV of a tile: sums to global memory, results to the sending warp. WHICH: 0 for dK, 1 for dV."""
     if p.SHAPE.ADDED or (p.SHAPE.SPLIT_SUMS and tile.split > 0):
-        add_sums(p, tile, grad, WHICH)
+        backward_steps.add_sums(p, tile, grad, WHICH)
     else:
         _store_results(p, grad, buffer, WHICH)
     fence_async_shared()
