@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -90,18 +91,20 @@ class _ModelParts:
     rotary_dim: int = -2  # of tokens in what ``rope`` returns
     conditions: tuple[str, int] | None = None  # the module that returns conditions of single tokens, and which one they are in that
     text_first: bool = False
-    masks_queries: bool = False  # whether its masks of padded text are of pairs, and hide padding's queries too
+    spreads_masks: bool = False  # whether its processors make a mask of all pairs from that of padded text, by repeat and &
     outside_graphs: bool = False  # whether the length of text in attention depends on a mask's values
 
 
 _WAN = _ModelParts(partial(_count_patches, 2, 3), embed=("patch_embedding",), rotary_dim=-3, conditions=("condition_embedder", 1))
-_HUNYUAN = _ModelParts(partial(_count_patches, 2, 3, "patch_size_t", "patch_size", "patch_size"), embed=("x_embedder",))
+_ALLEGRO = _ModelParts(partial(_count_patches, 2, 3, "patch_size_t", "patch_size", "patch_size"))
+_HUNYUAN = replace(_ALLEGRO, embed=("x_embedder",))
 _MODELS = {
     "WanTransformer3DModel": _WAN,
+    "ChronoEditTransformer3DModel": _WAN,
     "WanVACETransformer3DModel": replace(_WAN, embed=("patch_embedding", "vace_patch_embedding")),
     "SkyReelsV2Transformer3DModel": replace(_WAN, in_layers_if=("enable_diffusion_forcing", True)),
     "HunyuanVideoTransformer3DModel": replace(_HUNYUAN, in_layers_if=("image_condition_type", "token_replace")),
-    "HunyuanVideo15Transformer3DModel": replace(_HUNYUAN, masks_queries=True),
+    "HunyuanVideo15Transformer3DModel": replace(_HUNYUAN, spreads_masks=True),
     "LTXVideoTransformer3DModel": _ModelParts(_grid_of_ltx, embed=("proj_in",), conditions=("time_embed", 0)),
     "LTX2VideoTransformer3DModel": _ModelParts(_grid_of_ltx),  # audio attends to the video, which must not have padding then
     "MochiTransformer3DModel": _ModelParts(
@@ -113,6 +116,9 @@ _MODELS = {
     "CogVideoXTransformer3DModel": _ModelParts(
         partial(_count_patches, 1, 3, "patch_size_t", "patch_size", "patch_size"), text_first=True
     ),
+    "AllegroTransformer3DModel": _ALLEGRO,
+    "WanAnimateTransformer3DModel": _ModelParts(partial(_count_patches, 2, 3)),  # faces belong to frames of tokens in raster order
+    "AnyFlowTransformer3DModel": _ModelParts(partial(_count_patches, 1, 3)),
     "CosmosTransformer3DModel": _ModelParts(partial(_count_patches, 2, 3)),
     "MiniMaxH3Transformer3DModel": _ModelParts(_grid_of_minimax, text_first=True),
 }
@@ -462,10 +468,9 @@ class _Run:
         self.found = True
         kv_lens = None
         if attn_mask is not None:
-            queries = query.shape[2] if self.parts.masks_queries else 1
-            if attn_mask.dtype != torch.bool or tuple(attn_mask.shape[1:3]) != (1, queries) or not text or self.parts.text_first:
+            if attn_mask.dtype != torch.bool or tuple(attn_mask.shape[1:3]) != (1, 1) or not text or self.parts.text_first:
                 raise ValueError(
-                    f"the attention mask must be of padded text, (batch, 1, {queries}, tokens) bool; got {tuple(attn_mask.shape)} "
+                    f"the attention mask must be of padded text, (batch, 1, 1, tokens) bool; got {tuple(attn_mask.shape)} "
                     f"{attn_mask.dtype}; leave it out, or call restore(transformer)"
                 )
             kv_lens = layout.length - text + attn_mask[:, 0, 0, -text:].sum(-1)
@@ -527,4 +532,6 @@ class _AttentionOverride(TorchFunctionMode):
             return self.run.attend(self.dense, *args, **(kwargs or {}))
         if func is torch.Tensor.unflatten:  # written in Python, and torch.compile cannot trace it within a mode
             func = torch.unflatten
+        if self.run.parts.spreads_masks and func in (torch.Tensor.repeat, torch.Tensor.__and__, operator.and_):
+            return args[0]  # all pairs take gigabytes, and no result depends on the queries that are padding
         return func(*args, **(kwargs or {}))
