@@ -19,7 +19,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import diffusers
@@ -87,7 +87,7 @@ class _ModelParts:
     # None for other models, in whose attention the video is found by its length.
     grid_of: Any
     embed: tuple[str, ...] = ()  # the modules that return the video's tokens; if none, each layer reorders its q, k and v
-    in_layers_if: tuple[str, Any] | None = None  # a name in config or given, and the value with which each layer must reorder
+    in_layers_if: tuple[str, Any] = ("", True)  # a name in config or given, and the value with which each layer must reorder
     rotary_dim: int = -2  # of tokens in what ``rope`` returns
     conditions: tuple[str, int] | None = None  # the module that returns conditions of single tokens, and which one they are in that
     text_first: bool = False
@@ -95,12 +95,14 @@ class _ModelParts:
     outside_graphs: bool = False  # whether the length of text in attention depends on a mask's values
 
 
-_WAN = _ModelParts(partial(_count_patches, 2, 3), embed=("patch_embedding",), rotary_dim=-3, conditions=("condition_embedder", 1))
+_COSMOS = _ModelParts(partial(_count_patches, 2, 3))
+_WAN = replace(_COSMOS, embed=("patch_embedding",), rotary_dim=-3, conditions=("condition_embedder", 1))
 _ALLEGRO = _ModelParts(partial(_count_patches, 2, 3, "patch_size_t", "patch_size", "patch_size"))
 _HUNYUAN = replace(_ALLEGRO, embed=("x_embedder",))
 _MODELS = {
     "WanTransformer3DModel": _WAN,
     "ChronoEditTransformer3DModel": _WAN,
+    "WanAnimateTransformer3DModel": _COSMOS,  # faces belong to frames of tokens in raster order
     "WanVACETransformer3DModel": replace(_WAN, embed=("patch_embedding", "vace_patch_embedding")),
     "SkyReelsV2Transformer3DModel": replace(_WAN, in_layers_if=("enable_diffusion_forcing", True)),
     "HunyuanVideoTransformer3DModel": replace(_HUNYUAN, in_layers_if=("image_condition_type", "token_replace")),
@@ -108,18 +110,14 @@ _MODELS = {
     "LTXVideoTransformer3DModel": _ModelParts(_grid_of_ltx, embed=("proj_in",), conditions=("time_embed", 0)),
     "LTX2VideoTransformer3DModel": _ModelParts(_grid_of_ltx),  # audio attends to the video, which must not have padding then
     "MochiTransformer3DModel": _ModelParts(
-        partial(_count_patches, 2, 3, "", "patch_size", "patch_size"),
-        embed=("patch_embed",),
-        rotary_dim=-3,
-        outside_graphs=True,
+        partial(_count_patches, 2, 3, "", "patch_size", "patch_size"), embed=("patch_embed",), rotary_dim=-3, outside_graphs=True
     ),
     "CogVideoXTransformer3DModel": _ModelParts(
         partial(_count_patches, 1, 3, "patch_size_t", "patch_size", "patch_size"), text_first=True
     ),
     "AllegroTransformer3DModel": _ALLEGRO,
-    "WanAnimateTransformer3DModel": _ModelParts(partial(_count_patches, 2, 3)),  # faces belong to frames of tokens in raster order
     "AnyFlowTransformer3DModel": _ModelParts(partial(_count_patches, 1, 3)),
-    "CosmosTransformer3DModel": _ModelParts(partial(_count_patches, 2, 3)),
+    "CosmosTransformer3DModel": _COSMOS,
     "MiniMaxH3Transformer3DModel": _ModelParts(_grid_of_minimax, text_first=True),
 }
 _OTHER = _ModelParts(None)
@@ -169,9 +167,10 @@ def use_sparse_flash(
             f"grid must be (frames, height, width) in tokens, of a model that is not known; got {grid!r} for {type(model).__name__}"
         )
     run = _Run(model, parts, spec, _parse_layout(layout), _parse_steps(dense_steps), precision, grid)
-    _restore(model)
+    if hasattr(model, _RUN_KEY):
+        restore(model)
     for number, layer in enumerate(layers):
-        layer.processor = _Processor(layer.processor, run, number, number in dense)
+        layer.processor = _processor_class(layer.processor.__class__)(layer.processor, run, number, number in dense)
         layer.extra_repr = partial(_describe_layer, layer)  # print(model) shows it
     run.layers = layers
     run.hooks = [model.register_forward_pre_hook(run.begin, with_kwargs=True)]
@@ -189,11 +188,7 @@ def use_sparse_flash(
 
 def restore(transformer: torch.nn.Module) -> torch.nn.Module:
     """Gives a transformer its own attention back, and returns it. One that was not switched stays as it is."""
-    _restore(_find_model(transformer)[0])
-    return transformer
-
-
-def _restore(model: Any) -> None:
+    model, _ = _find_model(transformer)
     run = getattr(model, _RUN_KEY, None)
     if run is not None:
         for hook in run.hooks:
@@ -203,6 +198,7 @@ def _restore(model: Any) -> None:
                 layer.processor = layer.processor.original
             del layer.extra_repr
         delattr(model, _RUN_KEY)
+    return transformer
 
 
 def _switched(transformer: torch.nn.Module) -> _Run:
@@ -262,7 +258,7 @@ def _find_model(transformer, grid: Any = None) -> tuple[Any, _ModelParts]:
             if cls.__name__ in _MODELS:
                 return module, _MODELS[cls.__name__]
     for module in transformer.modules():
-        if hasattr(module, _RUN_KEY) or (grid is not None and isinstance(module, diffusers.ModelMixin)):
+        if _RUN_KEY in vars(module) or (grid is not None and issubclass(type(module), diffusers.ModelMixin)):
             return module, _OTHER
     way_out = "pass grid=(frames, height, width) of its video in tokens, if they are in raster order in attention"
     if library_of(transformer) == "transformers":
@@ -273,10 +269,8 @@ def _find_model(transformer, grid: Any = None) -> tuple[Any, _ModelParts]:
 def _find_layers(model) -> list[Any]:
     """Returns the self-attention of each block in the model's lists of blocks."""
     lists = {name: child for name, child in model.named_children() if isinstance(child, torch.nn.ModuleList)}
-    layers = []
-    for block in (block for blocks in lists.values() for block in blocks):
-        own = [getattr(block, name) for name in _ATTENTIONS if hasattr(getattr(block, name, None), "processor")]
-        layers += own[:1]
+    parts = [[getattr(block, name, None) for name in _ATTENTIONS] for blocks in lists.values() for block in blocks]
+    layers = [found[0] for own in parts if (found := [one for one in own if hasattr(one, "processor")])]
     if not layers:
         raise ValueError(
             f"transformer must have lists of blocks with an attention processor in {', '.join(_ATTENTIONS)}; got "
@@ -347,18 +341,13 @@ def _build_layout(make: Callable, grid: tuple[int, int, int], known: bool) -> Vi
 
 
 @outside_graphs
-def _count_step(times: list[float], timestep: Any) -> int:
-    """Returns the number of a call's step, as ``use_sparse_flash`` says. times: of the present loop's steps."""
-    now = float(torch.as_tensor(timestep).max())
-    if now not in times[-1:]:
-        turns = len(times) > 1 and (now > times[-1]) != (times[1] > times[0])
-        times[:] = [now] if turns or now in times[:1] else [*times, now]
-    return len(times) - 1
-
-
-@outside_graphs
 def _start_step(run: _Run, timestep: Any) -> None:
-    step = _count_step(run.times, timestep)
+    """Finds the number of a call's step, as ``use_sparse_flash`` says, and its spec. run.times: of the present loop's steps."""
+    time, times = float(torch.as_tensor(timestep).max()), run.times
+    if time not in times[-1:]:
+        turns = len(times) > 1 and (time > times[-1]) != (times[1] > times[0])
+        times[:] = [time] if turns or time in times[:1] else [*times, time]
+    step = len(times) - 1
     run.now = None if step in run.dense_steps else _spec_at(run.spec, step)
     run.pieces = () if run.now is None else _parse_spec(run.now)
 
@@ -377,18 +366,13 @@ class _Run:
         self.layers: list[Any] = []
         self.hooks: list[Any] = []
         self.layout: Any = None  # only of the video; None where the model runs unchanged
+        self.outer: Any = None  # the same, if hooks around the blocks reorder tokens
         self.video: Any = None  # the latest layout
         self.record: MaskRecord | None = None  # of ``record_masks``
         self.now = None if self.by_step else self.spec  # the spec of the present step; None if it is dense
         self.pieces = () if self.by_step else _parse_spec(spec)
-        self.reorders_in_layers = True  # in the present call
         self.found, self.others = False, set[tuple[int, int]]()  # the video's attention; the lengths of other attention
         self.batch = 0
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the call is a dense step in the order of tiles, as caches hold tokens in one order."""
-        return self.now is None and self.layout is not None
 
     def is_in_place(self) -> bool:
         return all(isinstance(layer.processor, _Processor) for layer in self.layers)
@@ -400,21 +384,20 @@ class _Run:
             raise ValueError("the model must not be under context parallelism; leave enable_parallelism out, or call restore()")
         given, parts = {**dict(zip(self.names, args)), **kwargs}, self.parts
         self.found, self.others = False, set()
-        self.reorders_in_layers = not parts.embed
-        if parts.in_layers_if is not None:
-            name, value = parts.in_layers_if
-            self.reorders_in_layers = given.get(name, self.config.get(name)) == value
+        name, value = parts.in_layers_if
+        in_layers = not parts.embed or given.get(name, self.config.get(name)) == value
         if self.by_step:
             if model.training and torch.is_grad_enabled():
                 raise ValueError("dense_steps and specs by step count the steps of sampling; leave them out for training")
             # MiniMax-H3 has other times for audio and conditions; its last token is the video's.
             time, numbers = given["timestep"], given.get("timestep_indices")
             _start_step(self, time if numbers is None else time[numbers[-1]])
-            if self.now is None and (self.reorders_in_layers or not outside_graphs(_is_cached)(model)):
-                self.layout = None
+            if self.now is None and (in_layers or not outside_graphs(_is_cached)(model)):
+                self.layout = self.outer = None
                 return
         grid = parts.grid_of(config=self.config, given=given) if self.known else self.grid
         self.layout = self.video = _build_layout(self.make, grid, self.known)
+        self.outer = None if in_layers else self.layout
 
     def check_found(self, model, args, out) -> None:
         if self.others and not self.found:
@@ -425,32 +408,29 @@ class _Run:
             )
 
     def reorder_tokens(self, module, args, out):
-        if self.reorders_in_layers or self.layout is None:
+        if self.outer is None:
             return None
         # (batch, channels, frames, height, width), which the model flattens, or Mochi's (batch * frames, tokens, channels).
-        flat = out.dim() == 5
-        out = out.flatten(2) if flat else out.reshape(-1, self.layout.tokens, out.shape[-1])
+        dim = 2 if out.dim() == 5 else 1
+        out = out.flatten(2) if dim == 2 else out.reshape(-1, self.outer.tokens, out.shape[-1])
         self.batch = out.shape[0]  # caches may call the model with half of the entries that it was given
-        return self.layout.to_tiles(out, 2)[..., None, None] if flat else self.layout.to_tiles(out, 1)
+        out = self.outer.to_tiles(out, dim)
+        return out[..., None, None] if dim == 2 else out
 
     def reorder_rotary(self, module, args, out):
-        if self.reorders_in_layers or self.layout is None:
-            return None
-        return tuple(self.layout.to_tiles(one, one.dim() + self.parts.rotary_dim) for one in out)
+        dim = self.parts.rotary_dim
+        return None if self.outer is None else tuple(self.outer.to_tiles(one, one.dim() + dim) for one in out)
 
     def reorder_conditions(self, module, args, out):
-        if self.reorders_in_layers or self.layout is None:
-            return None
         number = self.parts.conditions[1]
         one = out[number]
-        if one.dim() == 3:
-            one = self.layout.to_tiles(one, 1)
-        elif one.shape[0] != self.batch:  # one for each token of all entries of the batch
-            one = self.layout.to_tiles(one.unflatten(0, (self.batch, -1)), 1).flatten(0, 1)
-        return *out[:number], one, *out[number + 1 :]
+        if self.outer is None or (one.dim() == 2 and one.shape[0] == self.batch):  # one for each entry of the batch
+            return None
+        tiled = self.outer.to_tiles(one.reshape(self.batch, self.outer.tokens, -1), 1)
+        return *out[:number], tiled if one.dim() == 3 else tiled.flatten(0, 1), *out[number + 1 :]
 
     def restore_order(self, module, args):
-        return None if self.reorders_in_layers or self.layout is None else (self.layout.to_raster(args[0], 1), *args[1:])
+        return None if self.outer is None else (self.outer.to_raster(args[0], 1), *args[1:])
 
     def count_all(self, q_len: int, kv_len: int) -> int:
         return q_len * (kv_len - self.layout.length + self.layout.tokens)
@@ -459,7 +439,7 @@ class _Run:
         """Takes the place of scaled_dot_product_attention, whose arguments these are. dense: whether to keep all pairs."""
         layout, text = self.layout, 0
         if self.known:
-            text = query.shape[2] - (layout.tokens if self.reorders_in_layers else layout.length)
+            text = query.shape[2] - (layout.tokens if self.outer is None else layout.length)
             layout = VideoLayout(*layout.grid, layout.tile, *((text, 0) if self.parts.text_first else (0, text)))
         elif (query.shape[2], key.shape[2]) != (layout.tokens, layout.tokens):
             self.others.add((query.shape[2], key.shape[2]))
@@ -474,10 +454,10 @@ class _Run:
                     f"{attn_mask.dtype}; leave it out, or call restore(transformer)"
                 )
             kv_lens = layout.length - text + attn_mask[:, 0, 0, -text:].sum(-1)
-        if self.reorders_in_layers:
+        if self.outer is None:
             query, key, value = (layout.to_tiles(one, 2) for one in (query, key, value))
         mask: Any = layout
-        if not (dense or self.keeps_all):
+        if not dense and self.now is not None:  # a dense step with a cache, which must hold tokens in one order, keeps all pairs
             mask = layout.to_spec().join(self.pieces) if self.pieces else layout & self.now(layout)
         if torch.compiler.is_compiling():
             mask = to_traceable(mask)
@@ -487,7 +467,7 @@ class _Run:
             mask = compile_cached(mask, layout.length, layout.length, max(layout.block_size, _LEAST_BLOCK), query.device)
         options: dict[str, Any] = {"dropout_p": dropout_p, "kv_lens": kv_lens, "precision": self.precision}
         out = attention(query, key, value, mask, scale=scale, **options)
-        return layout.to_raster(out, 2) if self.reorders_in_layers else out
+        return layout.to_raster(out, 2) if self.outer is None else out
 
 
 class _Processor:
@@ -499,16 +479,15 @@ class _Processor:
         if hasattr(original, "_attention_backend"):
             self.native._attention_backend = "native"  # which calls scaled_dot_product_attention
 
-    # Attention modules of diffusers look for these names before they pass keywords on.
-    def __call__(self, *given, image_rotary_emb=None, perturbation_mask=None, all_perturbed=None, **named):
+    def __reduce__(self):
+        return _new_processor, (type(self.original),), self.__dict__
+
+    def __call__(self, *given, **named):
         run = self.run
-        beside = {"image_rotary_emb": image_rotary_emb, "perturbation_mask": perturbation_mask, "all_perturbed": all_perturbed}
-        named |= {name: one for name, one in beside.items() if one is not None}
         attend = self.original if run.layout is None else outside_graphs(self.attend) if run.parts.outside_graphs else self.attend
         if run.record is None:
             return attend(*given, **named)
-        in_step = run.layout is None or run.keeps_all
-        why = "in a dense step" if in_step else "one of dense_layers" if self.dense else None
+        why = "in a dense step" if run.now is None else "one of dense_layers" if self.dense else None
         with run.record.layer(self.number, why, run.count_all):
             return attend(*given, **named)
 
@@ -519,6 +498,21 @@ class _Processor:
         if not calls.count and not named.get("all_perturbed"):  # LTX-2's guidance skips the attention of such a layer
             raise ValueError(f"{type(self.original).__name__} did not call scaled_dot_product_attention; call restore(transformer)")
         return out
+
+
+@cache
+def _processor_class(kind: Any) -> type[_Processor]:
+    """A class with the signature of a processor's, in which attention modules look for names before they pass keywords on."""
+
+    def call(self, *given, **named):
+        return _Processor.__call__(self, *given, **named)
+
+    vars(call)["__signature__"] = inspect.signature(kind.__call__)
+    return type("_Processor", (_Processor,), {"__call__": call})
+
+
+def _new_processor(kind: type) -> _Processor:
+    return object.__new__(_processor_class(kind))
 
 
 class _AttentionOverride(TorchFunctionMode):
