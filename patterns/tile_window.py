@@ -1,6 +1,6 @@
 """tile_window: windows over the tiles of a video; they move by whole tiles, so all blocks are full except at ragged edges.
 
-use: video diffusion, after training under it: each tile sees the tiles around it
+use: video models trained under it; others lose more than with chosen tiles (-2.2 against -0.2 dB in experiments/video)
 formula: on each axis, start <= tile of kv < start + window, with start = clip(tile of q - window // 2, 0, tiles - window)
 source: arXiv:2502.04507 (sliding tile attention)
 specimen: tile_window(video_layout(8, 16, 32), (1, 3, 3))

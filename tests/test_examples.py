@@ -99,7 +99,7 @@ def test_all_code_in_tables_of_the_readme_runs(first_of_readme):
         "cache_v": q.detach(),
         "lens": torch.tensor([3000], dtype=torch.int32, device=q.device),
         # These take models and ranks, which their guides' code has.
-        "use_sparse_flash": lambda model, mask: sf.parse(mask.replace("layout", str(sf.VideoLayout(21, 45, 80, (1, 8, 16))))),
+        "use_sparse_flash": lambda model, mask, **_: sf.parse(mask.replace("layout", str(sf.VideoLayout(21, 45, 80, (1, 8, 16))))),
         "mesh": None,
         "model": None,
         "transformer": None,

@@ -34,7 +34,7 @@ def reorder_tensor(x: torch.Tensor, dim: int, layout: Any, to: str, tokens: int)
         order = fake_tensors_if_needed(order)
     if torch.compiler.is_compiling() or is_plain_eager(x):
         return _Reorder.apply(x, dim % x.dim(), to, *order)
-    return x.index_select(dim, order[to == "to_raster"])  # function transforms differentiate it by themselves
+    return x.index_select(dim, order[int(to == "to_raster")])  # function transforms differentiate it by themselves
 
 
 @constant_in_graphs
@@ -62,7 +62,7 @@ class _Reorder(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, dim: int, to: str, *order: torch.Tensor) -> torch.Tensor:
         ctx.dim, ctx.to = dim, to
         ctx.save_for_backward(*order)
-        return x.index_select(dim, order[to == "to_raster"])
+        return x.index_select(dim, order[int(to == "to_raster")])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
