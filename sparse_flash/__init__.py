@@ -6,8 +6,6 @@ from importlib.util import find_spec as _find_spec
 from pathlib import PurePath as _PurePath
 from typing import TYPE_CHECKING
 
-from .compat.extras import naming_extra as _naming_extra
-
 if TYPE_CHECKING:
     from .benchmarks.rows import BenchRow as BenchRow
     from .benchmarks.rows import bench as bench
@@ -29,6 +27,8 @@ if not _find_spec(".patterns", __name__):  # a top-level folder of the checkout,
 _program = _sys.argv[0] if _sys.argv else ""
 _command = _sys.orig_argv[-len(_sys.argv)] if _program == "-m" else _PurePath(_program).stem
 if TYPE_CHECKING or _command not in ("sparse-flash", "sparse_flash"):
+    from .compat.extras import naming_extra as _naming_extra
+
     with _naming_extra():
         from .names import *  # noqa: F403
 
