@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ...kernels.common.config import Config, padded_head_dim
 from ...kernels.common.grid import tile_and_batch_head
-from ...kernels.common.tiles import LOG2_E
-from ...kernels.launch.launch import integers_key, launch
+from ...kernels.common.layout import as_addressable
+from ...kernels.common.tiles import LOG2_E, Rows, load_tile
+from ...kernels.launch.launch import descriptor_or_rows, integers_key, launch
 
 _NONE = tl.constexpr(1 << 30)  # instead of a block: plus the number of the slot that holds none
-_KEYS = 64  # of a step of "max"
+_KEYS, _WIDE_KEYS = 64, 128  # of a step of "max", and of "wide"
 
 
 # tile_m: queries of a program. tile_n: blocks of a step. Given scores come few columns at a time, because each column that enters
@@ -26,6 +27,7 @@ _CONFIGS = {
     "given": Config(64, 16, 4, 1),
     "mean": Config(64, 64, 4, 1),
     "max": Config(64, 16, 4, 2),
+    "wide": Config(128, 16, 8, 3),  # of "max" where one head picks and the chip addresses tiles
     "softmax": Config(64, 64, 4, 2),
 }
 
@@ -33,6 +35,8 @@ _CONFIGS = {
 @triton.jit
 def _keep_best(scores, column, best, block):
     """Takes the columns of a tile into the sets of its rows, whose lowest score is negative infinity while they have room."""
+    # NaN is never the best.
+    scores = tl.where(scores == scores, scores, -float("inf"))
     peak = tl.max(scores, 1)
     lowest = tl.min(best, 1)
     while tl.max((peak > lowest).to(tl.int32), 0) > 0:
@@ -46,6 +50,33 @@ def _keep_best(scores, column, best, block):
         peak = tl.max(scores, 1)
         lowest = tl.min(best, 1)
     return best, block
+
+
+@triton.jit
+def _may_choose(column, own, least, BOUNDED: tl.constexpr):
+    before = column < own[:, None]
+    if BOUNDED:
+        before = before & (column >= least[:, None])
+    return before
+
+
+@triton.jit
+def _sum_of_largest(
+    rows, keys, batch, key_head, number, some, q_head,
+    SHARED: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(TILE,) largest products with a key of a block, summed over the query heads that share picks. rows: of the first head."""
+    total = tl.zeros((rows.shape[0],), tl.float32)
+    # Not unrolled: the queries of all heads at once would not fit.
+    for _ in range(SHARED):
+        query = tl.load(rows, mask=some, other=0.0)
+        rows += q_head
+        most = tl.full((rows.shape[0],), -float("inf"), tl.float32)
+        for step in range(0, BLOCK, KEYS):
+            values = load_tile(keys, batch, key_head, number * BLOCK + step, KEYS, DIM)
+            most = tl.maximum(most, tl.max(tl.dot(query, tl.trans(values), input_precision=PRECISION), 1))
+        total += most
+    return total
 
 
 @triton.jit
@@ -99,7 +130,9 @@ def pick_blocks_kernel(
     CHOSEN + 1) int32. heads: that pick. width: how many of them share a key head. bounds: if BOUNDED, (q_len, 2) int32: the first
     column that a query may choose, and its own. logs, compressed, factor: of the kind "softmax", see ``_weights_of_blocks``; key i
     is of LENGTH tokens from i * STRIDE on."""
-    tile, batch_head = tile_and_batch_head(tl.cdiv(q_len, TILE))
+    tiles = tl.cdiv(q_len, TILE)
+    tile, batch_head = tile_and_batch_head(tiles)
+    tile = tiles - 1 - tile  # late queries, which have most blocks, begin first
     batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     token = tile * TILE + tl.arange(0, TILE)
     exists = token < q_len
@@ -108,6 +141,7 @@ def pick_blocks_kernel(
         first = tl.load(bounds + 2 * token + 1, mask=exists, other=0) * BLOCK
     else:
         first = token + offset
+        least = first * 0
     own = tl.where(exists & (first >= 0), first // BLOCK, 0)
     slot = tl.arange(0, SLOTS)[None, :]
     room = (slot < CHOSEN) & (token >= 0)[:, None]
@@ -120,7 +154,8 @@ def pick_blocks_kernel(
             rows += token.to(tl.int64)[:, None] * q_token
         else:
             rows += token.to(tl.int64)[:, None] * q_token + dim[None, :]
-            keys += batch * k_batch + head // width * k_head
+            if KIND != "max":
+                keys += batch * k_batch + head // width * k_head
         some = exists[:, None] & (dim < head_dim)[None, :]
         if KIND == "mean":
             # The mean of scores is the score of the mean, except for a factor that changes no order.
@@ -128,52 +163,58 @@ def pick_blocks_kernel(
             for _ in tl.static_range(SHARED):
                 query += tl.load(rows, mask=some, other=0.0).to(tl.float32)
                 rows += q_head
-        begin = 0
+        begin, end = 0, tl.max(own, 0)
         if BOUNDED:
             # A multiple, so that loads of neighbouring columns stay wide.
             begin = tl.min(least, 0) // COLUMNS * COLUMNS
-        for start in range(begin, tl.max(own, 0), COLUMNS):
-            column = start + tl.arange(0, COLUMNS)[None, :]
-            before = column < own[:, None]
-            if BOUNDED:
-                before = before & (column >= least[:, None])
-            if KIND == "given":
-                scores = tl.load(rows + column, mask=before & exists[:, None], other=-float("inf")).to(tl.float32)
-            elif KIND == "mean":
-                # Blocks before an own block are whole, so their means exist.
-                means = tl.load(
-                    keys + tl.trans(column).to(tl.int64) * k_token + dim[None, :],
-                    mask=(tl.trans(column) < kv_len // BLOCK) & (dim < head_dim)[None, :],
-                    other=0.0,
-                )
-                scores = tl.dot(query, tl.trans(means), input_precision=PRECISION)
-            elif KIND == "softmax":
-                head_logs = logs + (batch * heads + head) * SHARED * q_len + tl.minimum(token, q_len - 1)
-                scores = _weights_of_blocks(
-                    rows, keys, head_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, q_len, factor,
-                    SHARED, BLOCK, LENGTH, STRIDE, PRECISION,
-                )  # fmt: skip
-            else:
-                scores = tl.zeros((TILE, COLUMNS), tl.float32)
-                for number in range(tl.minimum(COLUMNS, tl.max(own, 0) - start)):
-                    total = tl.zeros((TILE,), tl.float32)
-                    rows_of_head = rows
-                    # Not unrolled: the queries of all heads at once would not fit.
-                    for _ in range(SHARED):
-                        query = tl.load(rows_of_head, mask=some, other=0.0)
-                        rows_of_head += q_head
-                        most = tl.full((TILE,), -float("inf"), tl.float32)
-                        for step in range(0, BLOCK, KEYS):
-                            key = (start + number) * BLOCK + step + tl.arange(0, KEYS)
-                            values = tl.load(
-                                keys + key.to(tl.int64)[:, None] * k_token + dim[None, :], mask=(dim < head_dim)[None, :], other=0.0
-                            )
-                            most = tl.maximum(most, tl.max(tl.dot(query, tl.trans(values), input_precision=PRECISION), 1))
-                        total += most
-                    scores = tl.where(column == start + number, total[:, None], scores)
-            # A score that is no number is never the best.
-            scores = tl.where(before & (scores == scores), scores, -float("inf"))
-            best, block = _keep_best(scores, column, best, block)
+        if KIND == "max":
+            # One loop over the steps of all blocks, which Triton pipelines as a whole.
+            STEPS: tl.constexpr = BLOCK // KEYS if SHARED == 1 else 1
+            inside = tl.arange(0, COLUMNS)[None, :]
+            scores = tl.full((TILE, COLUMNS), -float("inf"), tl.float32)
+            key_batch, key_head = batch.to(tl.int32), (head // width).to(tl.int32)
+            if SHARED == 1:
+                query = tl.load(rows, mask=some, other=0.0)
+            for step in range(begin * STEPS, end * STEPS):
+                number = step // STEPS
+                if SHARED == 1:
+                    values = load_tile(keys, key_batch, key_head, step * KEYS, KEYS, DIM)
+                    most = tl.max(tl.dot(query, tl.trans(values), input_precision=PRECISION), 1)
+                else:
+                    most = _sum_of_largest(rows, keys, key_batch, key_head, number, some, q_head, SHARED, BLOCK, KEYS, DIM, PRECISION)
+                here = inside == number % COLUMNS
+                if STEPS > 1:
+                    earlier = tl.where(here & (step % STEPS > 0), scores, -float("inf"))
+                    scores = tl.where(here, tl.maximum(earlier, most[:, None]), scores)
+                else:
+                    scores = tl.where(here, most[:, None], scores)
+                if (step + 1) % (COLUMNS * STEPS) == 0 or step + 1 == end * STEPS:
+                    # In the last round, columns from ``end`` on have scores of the round before; no query may choose them.
+                    column = number // COLUMNS * COLUMNS + inside
+                    known = tl.where(_may_choose(column, own, least, BOUNDED), scores, -float("inf"))
+                    best, block = _keep_best(known, column, best, block)
+        else:
+            for start in range(begin, end, COLUMNS):
+                column = start + tl.arange(0, COLUMNS)[None, :]
+                before = _may_choose(column, own, least, BOUNDED)
+                if KIND == "given":
+                    scores = tl.load(rows + column, mask=before & exists[:, None], other=-float("inf")).to(tl.float32)
+                elif KIND == "mean":
+                    # Blocks before an own block are whole, so their means exist.
+                    means = tl.load(
+                        keys + tl.trans(column).to(tl.int64) * k_token + dim[None, :],
+                        mask=(tl.trans(column) < kv_len // BLOCK) & (dim < head_dim)[None, :],
+                        other=0.0,
+                    )
+                    scores = tl.dot(query, tl.trans(means), input_precision=PRECISION)
+                else:
+                    head_logs = logs + (batch * heads + head) * SHARED * q_len + tl.minimum(token, q_len - 1)
+                    scores = _weights_of_blocks(
+                        rows, keys, head_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, q_len, factor,
+                        SHARED, BLOCK, LENGTH, STRIDE, PRECISION,
+                    )  # fmt: skip
+                scores = tl.where(before, scores, -float("inf"))
+                best, block = _keep_best(scores, column, best, block)
     is_own = (slot == CHOSEN) & (first >= 0)[:, None]
     block = tl.sort(tl.where(is_own, own[:, None], tl.where(room, block, _NONE)), 1)
     place = picks + (batch_head.to(tl.int64) * q_len + token)[:, None] * (CHOSEN + 1) + slot
@@ -184,18 +225,25 @@ def pick_blocks(source: Tensor, keys: Tensor | None, choice, bounds: Tensor | No
     """As ``selection.choice.choose``. Of the kind "mean" keys are the means of whole blocks. Last dimensions are contiguous."""
     kind, heads, keep, block_size, kv_len, length, stride = choice
     q_len, config, given, keys = source.shape[2], _CONFIGS[kind], kind == "given", source if keys is None else keys
-    picks = torch.empty((source.shape[0], heads, q_len, keep), dtype=torch.int32, device=source.device)
-    arguments = [source, keys, picks, picks if bounds is None else bounds, picks if lse is None else lse]
-    arguments += [heads, q_len, kv_len, kv_len - q_len, 1 if given else heads // keys.shape[1], keys.shape[2]]
+    keys = as_addressable(keys) if kind == "max" else keys
+    shared, dim = source.shape[1] // heads, 16 if given else padded_head_dim(source.shape[3])
     sizes = 1 if given else source.shape[3], *source.stride()[:3], *keys.stride()[:3]
+    specialized, step, tiles = (keys.dtype, *integers_key(sizes)), min(block_size, _KEYS), keys
+    if kind == "max":
+        tiles = descriptor_or_rows(keys, step, dim)
+        if isinstance(tiles, Rows):
+            specialized += integers_key(tiles[1:])
+        elif shared == 1:
+            config, step = _CONFIGS["wide"], min(block_size, _WIDE_KEYS)
+            tiles = descriptor_or_rows(keys, step, dim)
+    picks = torch.empty((source.shape[0], heads, q_len, keep), dtype=torch.int32, device=source.device)
+    arguments = [source, tiles, picks, picks if bounds is None else bounds, picks if lse is None else lse]
+    arguments += [heads, q_len, kv_len, kv_len - q_len, 1 if given else heads // keys.shape[1], keys.shape[2]]
     arguments += [source.shape[-1] ** -0.5 * LOG2_E.value, *sizes]
-    slots, shared = max(2, triton.next_power_of_2(keep)), source.shape[1] // heads
-    constants = {"BLOCK": block_size, "CHOSEN": keep - 1, "SLOTS": slots, "SHARED": shared, "KIND": kind}
-    constants |= {"BOUNDED": bounds is not None, "TILE": config.tile_m, "COLUMNS": config.tile_n}
-    constants |= {"KEYS": min(block_size, _KEYS), "LENGTH": length, "STRIDE": stride}
-    constants |= {"DIM": 16 if given else padded_head_dim(source.shape[3]), "PRECISION": _precision(source)}
+    constants = {"BLOCK": block_size, "CHOSEN": keep - 1, "SLOTS": max(2, triton.next_power_of_2(keep)), "SHARED": shared}
+    constants |= {"KIND": kind, "BOUNDED": bounds is not None, "TILE": config.tile_m, "COLUMNS": config.tile_n, "KEYS": step}
+    constants |= {"LENGTH": length, "STRIDE": stride, "DIM": dim, "PRECISION": _precision(source)}
     grid = triton.cdiv(q_len, config.tile_m) * source.shape[0] * heads, 1
-    specialized = keys.dtype, *integers_key(sizes)
     launch(pick_blocks_kernel, grid, arguments, constants, config.options, specialized)
     return picks
 
