@@ -1,5 +1,6 @@
 """Queries choose the blocks that the definition says, by earlier tokens only; and a choice once made is kept."""
 
+from itertools import product
 from unittest import mock
 
 import numpy as np
@@ -225,8 +226,16 @@ def test_the_kernel_picks_what_pytorch_picks(kind, q_len, kv_len, keep, heads, d
         assert_kernel_agrees(lambda: choose(kind, scores, None, 2), kind)
         return
     q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
-    for share_group in (False, True):
-        assert_kernel_agrees(lambda picking=heads[share_group]: choose(kind, q, k, picking), kind)
+    for share_group, dtype in product((False, True), (torch.float32, torch.float16)):
+        of_type = q.to(dtype), k.to(dtype)
+        assert_kernel_agrees(lambda x=of_type, picking=heads[share_group]: choose(kind, *x, picking), kind, "wide")
+
+
+@needs_triton
+@parametrize("dtype, size", [(torch.float32, 128), (torch.float16, 128), (torch.float16, 256)])
+def test_the_kernel_picks_what_pytorch_picks_of_large_blocks(dtype, size, poison):
+    q, k = whole_numbers(1, 4, 140, 24).to(dtype), whole_numbers(1, 1, 19 * size + 5, 24, seed=1).to(dtype)
+    assert_kernel_agrees(lambda: choice.choose(choice.BlockChoice("max", 4, 7, size, k.shape[2]), q, k))
 
 
 OF_COMPRESSED = [(35, 130, 3, (4, 2)), (60, 100, 1, (2, 1)), (45, 40, 4, (3, 1))]  # q_len, kv_len, keep, heads

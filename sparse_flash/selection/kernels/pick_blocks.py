@@ -18,7 +18,7 @@ from ...kernels.common.tiles import LOG2_E, Rows, load_tile
 from ...kernels.launch.launch import descriptor_or_rows, integers_key, launch
 
 _NONE = tl.constexpr(1 << 30)  # instead of a block: plus the number of the slot that holds none
-_KEYS, _WIDE_KEYS = 64, 128  # of a step of "max", and of "wide"
+_KEYS = 64  # of a step of "max" and "wide"
 
 
 # tile_m: queries of a program. tile_n: blocks of a step. Given scores come few columns at a time, because each column that enters
@@ -27,16 +27,19 @@ _CONFIGS = {
     "given": Config(64, 16, 4, 1),
     "mean": Config(64, 64, 4, 1),
     "max": Config(64, 16, 4, 2),
-    "wide": Config(128, 16, 8, 3),  # of "max" where one head picks and the chip addresses tiles
+    "wide": Config(128, 16, 4, 4),  # of "max", where query heads do not share picks and hardware addresses tiles
     "softmax": Config(64, 64, 4, 2),
 }
 
 
 @triton.jit
-def _keep_best(scores, column, best, block):
-    """Takes the columns of a tile into the sets of its rows, whose lowest score is negative infinity while they have room."""
-    # NaN is never the best.
-    scores = tl.where(scores == scores, scores, -float("inf"))
+def _keep_best(scores, column, least, own, best, block, BOUNDED: tl.constexpr):
+    """Takes the columns of a tile that its rows may choose, ``least`` (if BOUNDED) to ``own`` - 1, into their sets. A set's lowest
+    score is negative infinity while it has room."""
+    possible = (column < own[:, None]) & (scores == scores)  # NaN is never the best
+    if BOUNDED:
+        possible = possible & (column >= least[:, None])
+    scores = tl.where(possible, scores, -float("inf"))
     peak = tl.max(scores, 1)
     lowest = tl.min(best, 1)
     while tl.max((peak > lowest).to(tl.int32), 0) > 0:
@@ -50,14 +53,6 @@ def _keep_best(scores, column, best, block):
         peak = tl.max(scores, 1)
         lowest = tl.min(best, 1)
     return best, block
-
-
-@triton.jit
-def _may_choose(column, own, least, BOUNDED: tl.constexpr):
-    before = column < own[:, None]
-    if BOUNDED:
-        before = before & (column >= least[:, None])
-    return before
 
 
 @triton.jit
@@ -141,7 +136,7 @@ def pick_blocks_kernel(
         first = tl.load(bounds + 2 * token + 1, mask=exists, other=0) * BLOCK
     else:
         first = token + offset
-        least = first * 0
+        least = first  # unused
     own = tl.where(exists & (first >= 0), first // BLOCK, 0)
     slot = tl.arange(0, SLOTS)[None, :]
     room = (slot < CHOSEN) & (token >= 0)[:, None]
@@ -168,9 +163,9 @@ def pick_blocks_kernel(
             # A multiple, so that loads of neighbouring columns stay wide.
             begin = tl.min(least, 0) // COLUMNS * COLUMNS
         if KIND == "max":
-            # One loop over the steps of all blocks, which Triton pipelines as a whole.
+            # Triton pipelines one loop over the steps of all blocks. A loop in each block would wait for its first keys.
             STEPS: tl.constexpr = BLOCK // KEYS if SHARED == 1 else 1
-            inside = tl.arange(0, COLUMNS)[None, :]
+            columns = tl.arange(0, COLUMNS)[None, :]
             scores = tl.full((TILE, COLUMNS), -float("inf"), tl.float32)
             key_batch, key_head = batch.to(tl.int32), (head // width).to(tl.int32)
             if SHARED == 1:
@@ -181,24 +176,24 @@ def pick_blocks_kernel(
                     values = load_tile(keys, key_batch, key_head, step * KEYS, KEYS, DIM)
                     most = tl.max(tl.dot(query, tl.trans(values), input_precision=PRECISION), 1)
                 else:
-                    most = _sum_of_largest(rows, keys, key_batch, key_head, number, some, q_head, SHARED, BLOCK, KEYS, DIM, PRECISION)
-                here = inside == number % COLUMNS
+                    most = _sum_of_largest(
+                        rows, keys, key_batch, key_head, number, some, q_head, SHARED, BLOCK, KEYS, DIM, PRECISION
+                    )  # fmt: skip
+                here = columns == number % COLUMNS
                 if STEPS > 1:
                     earlier = tl.where(here & (step % STEPS > 0), scores, -float("inf"))
                     scores = tl.where(here, tl.maximum(earlier, most[:, None]), scores)
                 else:
                     scores = tl.where(here, most[:, None], scores)
                 if (step + 1) % (COLUMNS * STEPS) == 0 or step + 1 == end * STEPS:
-                    # In the last round, columns from ``end`` on have scores of the round before; no query may choose them.
-                    column = number // COLUMNS * COLUMNS + inside
-                    known = tl.where(_may_choose(column, own, least, BOUNDED), scores, -float("inf"))
-                    best, block = _keep_best(known, column, best, block)
+                    # Columns from ``end`` on still have earlier scores, but are before no query's own block.
+                    column = number // COLUMNS * COLUMNS + columns
+                    best, block = _keep_best(scores, column, least, own, best, block, BOUNDED)
         else:
             for start in range(begin, end, COLUMNS):
                 column = start + tl.arange(0, COLUMNS)[None, :]
-                before = _may_choose(column, own, least, BOUNDED)
                 if KIND == "given":
-                    scores = tl.load(rows + column, mask=before & exists[:, None], other=-float("inf")).to(tl.float32)
+                    scores = tl.load(rows + column, mask=(column < own[:, None]) & exists[:, None], other=0.0).to(tl.float32)
                 elif KIND == "mean":
                     # Blocks before an own block are whole, so their means exist.
                     means = tl.load(
@@ -213,8 +208,7 @@ def pick_blocks_kernel(
                         rows, keys, head_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, q_len, factor,
                         SHARED, BLOCK, LENGTH, STRIDE, PRECISION,
                     )  # fmt: skip
-                scores = tl.where(before, scores, -float("inf"))
-                best, block = _keep_best(scores, column, best, block)
+                best, block = _keep_best(scores, column, least, own, best, block, BOUNDED)
     is_own = (slot == CHOSEN) & (first >= 0)[:, None]
     block = tl.sort(tl.where(is_own, own[:, None], tl.where(room, block, _NONE)), 1)
     place = picks + (batch_head.to(tl.int64) * q_len + token)[:, None] * (CHOSEN + 1) + slot
@@ -228,14 +222,12 @@ def pick_blocks(source: Tensor, keys: Tensor | None, choice, bounds: Tensor | No
     keys = as_addressable(keys) if kind == "max" else keys
     shared, dim = source.shape[1] // heads, 16 if given else padded_head_dim(source.shape[3])
     sizes = 1 if given else source.shape[3], *source.stride()[:3], *keys.stride()[:3]
-    specialized, step, tiles = (keys.dtype, *integers_key(sizes)), min(block_size, _KEYS), keys
-    if kind == "max":
-        tiles = descriptor_or_rows(keys, step, dim)
-        if isinstance(tiles, Rows):
-            specialized += integers_key(tiles[1:])
-        elif shared == 1:
-            config, step = _CONFIGS["wide"], min(block_size, _WIDE_KEYS)
-            tiles = descriptor_or_rows(keys, step, dim)
+    specialized, step = (keys.dtype, *integers_key(sizes)), min(block_size, _KEYS)
+    tiles = descriptor_or_rows(keys, step, dim) if kind == "max" else keys
+    if isinstance(tiles, Rows):
+        specialized += integers_key(tiles[1:])
+    elif kind == "max" and shared == 1:
+        config = _CONFIGS["wide"]
     picks = torch.empty((source.shape[0], heads, q_len, keep), dtype=torch.int32, device=source.device)
     arguments = [source, tiles, picks, picks if bounds is None else bounds, picks if lse is None else lse]
     arguments += [heads, q_len, kv_len, kv_len - q_len, 1 if given else heads // keys.shape[1], keys.shape[2]]
