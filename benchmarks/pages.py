@@ -64,7 +64,7 @@ def _ranges(*runs: dict) -> str:
 
 
 def _ratios(run: dict) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
-    """Of each row that has peers: (our milliseconds; the fastest peer's over ours), forward and backward."""
+    """Returns (our milliseconds; the fastest peer's over ours) of each row that has peers, forward and backward."""
     times: dict[tuple[str, str], tuple[list, list]] = {}
     for one in run.get("rows") or [case["case"] | case["result"] for case in run["cases"].values()]:
         if "backward_ms" in one and one.get("correct", True):

@@ -44,7 +44,7 @@ def __getattr__(name: str) -> object:
     names = _import_module(".names", __name__)
     if name == "__all__":
         return sorted((*names.__all__, *_LATE))
-    if name in ("flash_attn_forward", "use_sparse_flash"):  # the second is for those who loaded a kernel
+    if name in ("flash_attn_forward", "use_sparse_flash"):  # a loaded kernel has no submodules by name
         return getattr(_import_module(".integrations.transformers", __name__), name)
     if name == "flash_attn_func" and (loaded := _sys.modules.get(f"{__name__}.integrations.transformers")):
         loaded.register_masks()  # Transformers looks for this name, too, once it has registered flash_attn_forward

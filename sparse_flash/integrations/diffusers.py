@@ -335,8 +335,8 @@ def _parse_layout(layout: Any) -> Any:
 def _build_layout(make: Callable, grid: tuple[int, int, int], known: bool) -> VideoLayout:
     layout = make(*grid)
     if not isinstance(layout, VideoLayout) or layout.grid != grid or (known and (layout.prefix or layout.suffix)):
-        beside = ", without prefix and suffix" if known else ""
-        raise ValueError(f"layout must return a VideoLayout of the grid {grid}{beside}; got {layout!r}")
+        limit = ", without prefix and suffix" if known else ""
+        raise ValueError(f"layout must return a VideoLayout of the grid {grid}{limit}; got {layout!r}")
     return layout
 
 

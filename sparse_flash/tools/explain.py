@@ -207,7 +207,7 @@ def forward_flops(head_dim: int, v_head_dim: int) -> int:
 
 
 def backward_flops(head_dim: int, v_head_dim: int) -> int:
-    """Counts those of a pair's recomputed score, of the gradient of its weight, and of its terms of dq, dk and dv."""
+    """Counts the operations for a pair's score, recomputed, the gradient of its weight, and its terms of dq, dk and dv."""
     return 2 * (3 * head_dim + 2 * v_head_dim)
 
 

@@ -46,7 +46,7 @@ def compare(name: str, folder: str) -> None:
     assert ours.config._attn_implementation == NAME
     x = words(tokens=150)
     cases = {side: {"attention_mask": padded(x, side)} for side in ("none", "left", "right", "holes")}
-    cases["packed"] = {"position_ids": POSITIONS, "use_cache": False}  # beside a cache, PyTorch's attention would not separate them
+    cases["packed"] = {"position_ids": POSITIONS, "use_cache": False}  # with a cache, PyTorch's attention would not separate them
     cases["pairs"] = {"attention_mask": (torch.rand(2, 1, 150, 150) < 0.5).tril() | torch.eye(150, dtype=torch.bool)}
     if name in EAGER:  # which adds a mask's numbers
         del cases["pairs"]
@@ -69,7 +69,7 @@ def compare(name: str, folder: str) -> None:
 
 
 def check_masks_by_name(folder: str) -> None:
-    """Of the name, then of a saved model's config."""
+    """Checks masks of the name, then of a saved model's config."""
     x = words(tokens=150)
     named = loaded("llama", NAMED, folder)
     one_line = kernel.use_sparse_flash(loaded("llama", NAME, folder), EXPRESSION)

@@ -104,7 +104,7 @@ def test_padding_gives_the_logits_and_gradients_of_dense_attention(model, choose
 
 
 def outcome_alone(model, bounds):
-    """Of the first row's sequences, each in a call of its own."""
+    """Returns what the first row's sequences give, each in a separate call."""
     model.zero_grad()
     found = torch.cat([model(words()[:1, low:high], use_cache=False).logits for low, high in pairwise(bounds)], 1)
     found.square().mean().backward()

@@ -128,7 +128,7 @@ def select_entries_kernel(
     maps, by_query, by_key, selected, selected_by_key, counts, totals, masks, rows, cols,
     BITS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """A program writes a row of one of the two tables, selected and selected_by_key, but for its work items. The rest as for
+    """A program writes a row of one of the two tables, selected and selected_by_key, except its work items. The rest as for
     ``count_entries_kernel``, which fills counts and totals."""
     number = tl.program_id(0)
     if number < masks * rows:
