@@ -46,7 +46,7 @@ from sparse_flash.selection.choice import BlockChoice
 from sparse_flash.selection.kernels import decode as selection_decode
 from sparse_flash.selection.kernels import hopper_backward as gathering
 from sparse_flash.selection.kernels import hopper_forward as selection_hopper_forward
-from sparse_flash.selection.kernels import pick_blocks
+from sparse_flash.selection.kernels import hopper_pick_blocks, pick_blocks
 
 SM90 = GPUTarget("cuda", 90, 32)
 FOLDERS = kernels, choosers_kernels, packed_kernels, selection_kernels
@@ -273,7 +273,10 @@ def choice(shape: Shape, kind: str, block: int, picks: int, bounds=None, compres
     elif kind == "given":
         queries, keys = torch.zeros(shape.batch, shape.heads, shape.q_len, -(-shape.kv_len // block)), None
     pickers = shape.heads if kind == "given" else shape.kv_heads
-    pick_blocks.pick_blocks(queries, keys, BlockChoice(kind, pickers, picks, block, shape.kv_len, 32, 16), bounds, lse)
+    asked = BlockChoice(kind, pickers, picks, block, shape.kv_len, 32, 16)
+    pick_blocks.pick_blocks(queries, keys, asked, bounds, lse)
+    if hopper_pick_blocks.supports(queries, asked):
+        hopper_pick_blocks.pick_blocks(queries, keys, asked, bounds)
 
 
 def features_of(shape: Shape, chooser, causal: bool):

@@ -172,7 +172,8 @@ def selections() -> Cases:
 def choices() -> Cases:
     # kind, query heads that share a choice, block, whether of packed documents
     cases = [(kind, *case, False) for kind in ("mean", "max", "softmax") for case in ((4 if kind == "mean" else 1, 128), (16, 64))]
-    for case in [*cases, ("given", 1, 128, False), ("mean", 4, 128, True), ("given", 1, 128, True)]:
+    cases += [("given", 1, 128, False), ("mean", 4, 128, True), ("given", 1, 128, True), ("max", 1, 64, True)]
+    for case in cases:
         kind, shared, block, bounded = case
         shape = Shape(1, shared, 1, TOKENS, TOKENS, 128)
         bounds = torch.empty(TOKENS, 2, dtype=torch.int32) if bounded else None

@@ -9,6 +9,7 @@ import torch
 
 import sparse_flash
 
+from ..workload.cases import OURS
 from ..workload.problem import Problem
 from .base import Peer
 from .registry import find_peer
@@ -62,10 +63,11 @@ class NsaTriton(Peer):
         return run
 
 
-DENSE = "sdpa-cudnn"  # causal attention over all keys: what a selection is to be faster than. Its results are other ones.
+# Causal attention over all keys: what a selection is to be faster than. Its results are other ones.
+DENSE = {f"dense-{name}": find_peer(name) for name in (OURS, "sdpa-cudnn", "fa3", "fa4")}
 PEERS: dict[str, Peer] = {
     "sparse_flash": SparseFlashSelection(),
     "sparse_flash:triton": SparseFlashSelection("triton"),
-    DENSE: find_peer(DENSE),
     "nsa-triton": NsaTriton(),
+    **DENSE,
 }

@@ -109,8 +109,7 @@ class KernelTables(NamedTuple):
 
     block_size: keys of a block. row_queries: queries in a row of ``by_query``. by_key: None for tall rows, which are for forward.
     tiles: (run tiles, row_queries) and (bit tiles, row_queries, block_size / 32) int32; any bits past the end of their row.
-    forward_us: predicted, of a head; 0 if not known. column_blocks: expected, on average and at most;
-    None if ``by_key`` says how many.
+    forward_us: predicted, of a head; 0 if not known. column_blocks: expected, on average; 0 if ``by_key`` says how many.
     """
 
     block_size: int
@@ -122,7 +121,7 @@ class KernelTables(NamedTuple):
     starts: torch.Tensor | None
     document_order: bool
     forward_us: float = 0.0
-    column_blocks: tuple[float, int] | None = None
+    column_blocks: float = 0.0
 
     @property
     def from_host(self) -> bool:

@@ -224,9 +224,7 @@ class _MaskOfDocuments(BlockMask):
         no_splits = tile_bits[:1, :2, :SPLIT_FIELDS]
         by_query, by_key = (Table(*[*table, no_splits]) for table in tables)
         made = document_tables(mask_index, by_query, by_key, (tile_runs, tile_bits), starts[:-1])
-        # Twice the longest document, as one column may be the last.
-        mean, most = self._runs.mean_keys(self._mean) / BLOCK + 1, 2 * -(-self._longest // BLOCK)
-        return made._replace(column_blocks=(mean, most))
+        return made._replace(column_blocks=self._runs.mean_keys(self._mean) / BLOCK + 1)
 
     def _find_capacity(self, blocks: int) -> tuple[int, int]:
         return self._runs.find_capacity(blocks, blocks, self._longest)

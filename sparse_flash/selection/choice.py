@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..compat.names import NAMESPACE, operator_name
+from ..core import hopper
 from ..core import triton as triton_backend
 from ..core.results import compute_dtype, lse_to_subtract
 from ..core.torch import block_means, without_autocast
@@ -83,6 +84,11 @@ def _choose(
 
         with current_device(source.device):
             choice = BlockChoice(kind, heads, keep, block_size, kv_len, length, stride)
+            if keys is not None and hopper.runs_on(source.device):
+                from .kernels import hopper_pick_blocks
+
+                if hopper_pick_blocks.supports(source, choice):
+                    return hopper_pick_blocks.pick_blocks(source, keys, choice, bounds)
             return pick_blocks(as_contiguous_rows(source), keys if keys is None else as_contiguous_rows(keys), choice, bounds, lse)
     position = torch.arange(source.shape[2], device=source.device)[:, None] + (kv_len - source.shape[2])
     own = position.div(block_size, rounding_mode="floor").clamp(min=-1) if bounds is None else bounds[:, 1:]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,15 +83,22 @@ def test_picks_are_earlier_blocks_and_change_as_often_as_asked(alike):
 
 def test_attention_over_picks_is_timed_and_missing_peers_are_named(tmp_path, capsys):
     sizes = "--tokens 192 --heads 4 2 --head-dim 16 --block 32 --picks 3"
-    status, data = run_program(selection, tmp_path, f"{sizes} --peer sparse_flash --peer nsa-triton --peer sdpa-cudnn")
+    status, data = run_program(selection, tmp_path, f"{sizes} --peer sparse_flash --peer nsa-triton --peer dense-sdpa-cudnn")
     cases = data["cases"]
-    assert status == 0 and [case["name"] for case in cases] == ["4/2 3 of 32 independent", "4/2 3 of 32 80% alike"]
+    assert status == 0 and ["independent" in case["name"] for case in cases] == [True, False]
     for case in cases:
         ours, library, dense = case["results"].values()
         assert ours["correct"] and min(ours["forward_ms"], ours["backward_tflops"], case["tflop"]) > 0
         assert "does not load" in library["refused"] and dense == {"refused": "cuDNN runs on GPUs"}
     said = capsys.readouterr()
-    assert "4/2 3 of 32 independent" in said.out and "does not load" in said.err
+    assert "4/2 3 of 32 independent, 192 tokens" in said.out and "does not load" in said.err
+
+
+def test_an_indexer_chooses_a_querys_block_and_the_choice_is_timed():
+    chosen, time = selection.choose(replace(PICKS, alike=None), CPU, torch.float32)
+    own = torch.arange(PICKS.tokens) // PICKS.block_size
+    assert chosen.picks.shape == (1, 2, 320, 4) and (chosen.picks == own[:, None]).any(-1).all() and time["choose_ms"] > 0
+    assert selection.run(replace(PICKS, alike=None), ["sparse_flash"], CPU, torch.float32)["results"]["sparse_flash"]["correct"]
 
 
 def test_a_wrong_result_over_picks_is_seen_and_pairs_are_those_that_queries_keep(monkeypatch):

@@ -24,6 +24,8 @@ import triton.language as tl
 from gluon_on_cpu import MASKS, assert_right
 
 from sparse_flash.choosers.kernels import hopper_log_sums
+from sparse_flash.selection import choice
+from sparse_flash.selection.kernels import hopper_pick_blocks
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels run on this GPU"),
@@ -250,6 +252,36 @@ def test_hoppers_log_sums_are_right_in_a_drawn_order_of_events(
         patch.setattr(hopper_log_sums, "supports", lambda rows, per_kv_block: per_kv_block >= 4)  # head_dim 64 too
         found = scores(chooser, q, k, causal, existing, True)
     torch.testing.assert_close(found, wanted, rtol=3e-3, atol=1e-5)
+
+
+# q_len, kv_len, heads, key heads, blocks kept, their keys, head_dim, ends of packed documents
+CHOICES = [
+    (300, 300, 4, 1, 3, 128, 128, ()),
+    (70, 2700, 2, 1, 16, 128, 40, ()),
+    (260, 1100, 4, 2, 5, 64, 64, ()),
+    (193, 100, 2, 2, 4, 64, 72, ()),
+    (1700, 1700, 2, 1, 4, 64, 64, (70, 1390, 1650)),
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", CHOICES)
+def test_hoppers_choice_of_blocks_is_right_in_a_drawn_order_of_events(case, seed):
+    q_len, kv_len, heads, kv_heads, keep, block, dim, ends = case
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randint(-3, 4, (2, *size, dim), generator=generator).half() for size in ((heads, q_len), (kv_heads, kv_len)))
+    asked = choice.BlockChoice("max", heads, min(keep, -(-kv_len // block)), block, kv_len)
+    token, bounds = torch.arange(q_len), None
+    if ends:  # a query past the last document has no block
+        starts = torch.tensor([0, *ends, q_len])
+        document = torch.searchsorted(starts, token, right=True) - 1
+        own = torch.where(document < len(ends), token // block, -1)
+        bounds = torch.stack([-(-starts[document] // block), own], 1).int()
+    assert hopper_pick_blocks.supports(q, asked)
+    with emulated.gluon_on_cpu(seed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_pick_blocks, "launch", emulated.run)
+        found = hopper_pick_blocks.pick_blocks(q, k[:, :, : kv_len // block * block], asked, bounds)
+    assert torch.equal(found, choice.choose(asked, q, k, bounds=bounds))
 
 
 def attend():

@@ -116,20 +116,18 @@ def heads_together(q_shape: tuple[int, ...], kv_heads: int, tables, plain: bool,
     masks, columns = tables.by_key.row_order.shape
     if masks > 1 or tables.mask_index.shape[1] > 1:
         return False
-    blocks, most = tables.by_key.col_idx.numel(), 64
-    if tables.starts is not None and tables.column_blocks is not None:
-        mean, most = tables.column_blocks
-        blocks = mean * columns
-    return has_short_columns(batch * kv_heads, columns, blocks, most, tables.block_size, multiprocessors)
+    blocks = tables.by_key.col_idx.numel()
+    if tables.starts is not None and tables.column_blocks > 0:
+        blocks = columns * tables.column_blocks
+    return has_short_columns(batch * kv_heads, columns, blocks, tables.block_size, multiprocessors)
 
 
-def has_short_columns(kv_batch_heads: int, columns: int, blocks: float, most: int, block_size: int, programs: int) -> bool:
+def has_short_columns(kv_batch_heads: int, columns: int, blocks: float, block_size: int, programs: int) -> bool:
     """Whether columns are short, and there are enough for programs to finish together. A head group makes a heavy column heavier by
     its number of heads; an unsplit column has at most 64 blocks, four times the mean, or a thirty-second of all. kv_batch_heads:
-    batch times key heads. blocks: of the table; if it was made on the device, expected, or as many as it has memory for. most:
-    blocks of the heaviest column."""
+    batch times key heads. blocks: of the table; if it was made on the device, expected, or as many as it has memory for."""
     balanced = (
-        kv_batch_heads * columns >= 8 * programs and kv_batch_heads * blocks >= most * programs and 36 * kv_batch_heads >= programs
+        kv_batch_heads * columns >= 8 * programs and kv_batch_heads * blocks >= 64 * programs and 36 * kv_batch_heads >= programs
     )
     short = _SHORT_COLUMN_KEPT if blocks >= MOSTLY_KEPT * columns**2 else _SHORT_COLUMN
     return balanced and blocks * block_size <= short * columns

@@ -7,7 +7,8 @@ from ...kernels.common.config import SECOND_AXIS
 
 # wgmma begins at 64 rows. Tiles of 128 rows were slower everywhere: docs/performance/selection.md, "Tile sizes".
 TILE_ROWS = 64
-WORKSPACE = 512 << 20  # bytes that partial results may take; in long sequences as many as the sums of a batch-head
+WORKSPACE = 1 << 30  # bytes that partial results may take
+_TIMES_SUMS = 4  # or, in long sequences, so many times the sums of a batch-head
 _FORWARD_ROWS = 1024  # of a piece of a list: enough to hide the load of the key block
 # A piece of the backward pass has this many times the mean list of a key block, so few blocks are divided.
 _BACKWARD_MEANS = 2
@@ -106,7 +107,7 @@ def plan_rounds(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_head: int) 
     if heads == 0 and of_query > 0:
         # Each round also adds to sums of all earlier keys, so there must not be more rounds in longer sequences.
         unit = sizes.tile_queries
-        fitting = max(unit, max(WORKSPACE - bytes_of_head, bytes_of_head) // of_query)
+        fitting = max(unit, max(WORKSPACE - bytes_of_head, _TIMES_SUMS * bytes_of_head) // of_query)
         ranges = -(-queries // fitting)
         queries = -(-queries // (ranges * unit)) * unit
     # Rounds with equal numbers of batch-heads.
