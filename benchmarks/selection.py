@@ -67,6 +67,7 @@ def choose(case: PicksCase, device: torch.device, dtype: torch.dtype) -> tuple[B
 
 def draw_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
     """(1, kv_heads, tokens, picks) int32, -1 for none: own blocks, and earlier ones that change from query to query."""
+    assert case.alike is not None
     generator = torch.Generator(device).manual_seed(0)
     query = torch.arange(case.tokens, device=device)[:, None]
     own, few = query // case.block_size, torch.arange(case.picks - 1, device=device)
