@@ -134,7 +134,6 @@ def write(folder: Path, machine: dict, points: list[dict]) -> dict:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = create_parser("traffic", __doc__)
-    parser.add_argument("--ncu", default="ncu", help="Nsight Compute's program (default: the one on the path)")
     parser.add_argument("--worker", type=float, metavar="DENSITY", help="run one density here, without ncu around it")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -142,9 +141,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker is not None:
         run_worker(options.worker)
         return 0
-    ncu = shutil.which(options.ncu)
+    ncu = shutil.which("ncu")
     if ncu is None:
-        parser.error(f"there is no {options.ncu!r} here; install Nsight Compute, which CUDA's toolkit brings, or pass --ncu PATH")
+        parser.error("there is no ncu on the path; install Nsight Compute, which CUDA's toolkit brings")
     points = []
     try:
         for density in DENSITIES:

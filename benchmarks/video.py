@@ -181,8 +181,7 @@ def measure_step(
 
 def measure_kernels(options: argparse.Namespace, names: list[str], device: torch.device) -> Iterator[dict]:
     """A row for each peer of each window, as plain data."""
-    peers = ("cudnn-blocks", "fastvideo", "flex-fa4") if device.type == "cuda" else ()
-    dense = "sdpa-cudnn" if device.type == "cuda" else "sdpa-math"
+    dense, *peers = ("sdpa-cudnn", "cudnn-blocks", "fastvideo", "flex-fa4") if device.type == "cuda" else ("sdpa-math",)
     done = set()
     for label, layout, window, heads, tokens in windows(names, whole=options.model is None and device.type == "cuda"):
         shape = Shape(1, heads, layout.length, 16 if names == ["toy"] else 128)
@@ -275,15 +274,11 @@ def main(arguments: list[str] | None = None) -> int:
     def is_over() -> bool:
         return time.monotonic() > until
 
-    def rows(part: str) -> Iterator[dict]:
-        if part == "kernels":
-            return measure_kernels(options, names, device)
-        return chain.from_iterable(run_steps(name, options, device, is_over) for name in names)
-
-    tables = []
+    steps = chain.from_iterable(run_steps(name, options, device, is_over) for name in names)
+    rows, tables = {"steps": steps, "kernels": measure_kernels(options, names, device)}, []
     for part in options.part or COLUMNS:
         cells, headings = COLUMNS[part]
-        for found in () if is_over() else rows(part):
+        for found in () if is_over() else rows[part]:
             file.add(part, found, part, *cells(found))
             if is_over():
                 break

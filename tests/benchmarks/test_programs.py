@@ -121,7 +121,7 @@ def test_decoding_over_every_cache_is_checked_and_timed(tmp_path, capsys):
 def test_a_row_that_fails_in_eight_bits_is_a_result_and_the_rest_run():
     # On a CPU no back end and no kernel computes in e4m3, and neither peer runs.
     row = precision.PrecisionRow("small", "causal", None, 128, 256, 4, 2, 64, choice="causal & sampled(8, keep=0.5)")
-    results = precision.measure_row(row, True, 60, CPU)["results"]
+    results = precision.measure_row(row, 60, CPU)["results"]
     assert results.pop("rounding")  # which Triton's interpreter runs
     assert {name for name, result in results.items() if "ms" in result} == {"bf16", "choice and bf16", "choice"}
     failed = {name: result["failed"] for name, result in results.items() if "ms" not in result}
