@@ -28,14 +28,12 @@ from statistics import median
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
 from sparse_flash.parallel.peer_memory import peer_memory
 
-from .baselines.context import PATIENCE, WAYS, Divided, DividedSequence, Way, barrier, gather_from_ranks
+from .baselines.context import PATIENCE, WAYS, DividedSequence, Way, barrier, gather_from_ranks
 from .measure.throughput import failure_text, peak_bytes
 from .program import Table, add_device, create_parser, print_tables
 from .report.plots import draw_context
@@ -46,15 +44,6 @@ TOKENS = (131_072, 524_288)
 _LEAST, _MOST = 3, 20  # runs of a figure
 _LONG = 2.0  # seconds of a run that is not repeated
 PASSES = "forward_ms", "both_ms"
-
-
-@dataclass(frozen=True)
-class Effort:
-    """seconds: to repeat a figure. compare: whether to compare results with one GPU's. timeline: whether to record kernels."""
-
-    seconds: float = 1.0
-    compare: bool = True
-    timeline: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,29 +135,10 @@ def run_both_passes(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch
     return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
 
 
-def timeline(divided: Divided) -> list[dict]:
-    """The kernels and copies of a forward and a backward pass on this rank's GPU, by their start."""
-    barrier()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        run_both_passes(divided.leaves, divided.attend)
-        torch.cuda.synchronize()
-    events = sorted((e for e in recorded.events() if e.device_type == DeviceType.CUDA), key=lambda e: e.time_range.start)
-    begin = events[0].time_range.start if events else 0
-    return [
-        {
-            "name": e.name[:60],
-            "start_ms": (e.time_range.start - begin) / 1e3,
-            "ms": e.device_time / 1e3,
-            "stream": e.device_resource_id,
-        }
-        for e in events
-    ]
-
-
-def measure_way(way: Way, sequence: DividedSequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort) -> dict:
-    """{"forward_ms", "both_ms", "exchange_ms", "error", "received_bytes", "extra_bytes", "timeline"}. exact: one GPU's results, or
+def measure_way(way: Way, sequence: DividedSequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, seconds: float) -> dict:
+    """{"forward_ms", "both_ms", "exchange_ms", "error", "received_bytes", "extra_bytes"}. exact: one GPU's results, or
     None where they are not compared."""
-    device, seconds = sequence.q.device, effort.seconds
+    device = sequence.q.device
     with way.divided(sequence, mesh) as divided:
         found: dict = {"received_bytes": divided.received}
         if exact is not None:
@@ -185,18 +155,16 @@ def measure_way(way: Way, sequence: DividedSequence, exact: list[torch.Tensor] |
             timed()
         if divided.exchange is not None:
             found["exchange_ms"] = time_on_ranks(divided.exchange, device, seconds)
-        if effort.timeline:
-            found["timeline"] = timeline(divided)
     return found
 
 
-def try_way(name: str, sequence: DividedSequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort) -> dict:
+def try_way(name: str, sequence: DividedSequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, seconds: float) -> dict:
     """Returns what ``measure_way`` does, or {"refused" or "failed": why}, the same on every rank. Raises RuntimeError where some
     ranks failed and some did not."""
     if reason := WAYS[name].refuses(sequence):
         return {"refused": reason}
     try:
-        found = measure_way(WAYS[name], sequence, exact, mesh, effort)
+        found = measure_way(WAYS[name], sequence, exact, mesh, seconds)
     except Exception as error:
         found = {"failed": failure_text(error)}
         print(f"rank {dist.get_rank()}, {name}: {found['failed']}", file=sys.stderr, flush=True)
@@ -215,10 +183,10 @@ def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def run(
-    case: ContextCase, names: list[str], mesh: DeviceMesh, effort: Effort, report: Callable[[dict], None] = lambda found: None
+    case: ContextCase, names: list[str], mesh: DeviceMesh, seconds: float, compare: bool, report: Callable[[dict], None]
 ) -> dict:
-    """A case as plain data: {"case", "ranks", "one": of one GPU, "ways": {name: result}}. Every rank returns the same. report: gets
-    the results so far, after each way."""
+    """A case as plain data: {"case", "ranks", "one": of one GPU, "ways": {name: result}}. Every rank returns the same. seconds: to
+    repeat a figure. compare: whether with one GPU's results. report: gets the results so far, after each way."""
     device, ranks = torch.empty(0, device=mesh.device_type).device, mesh.size()
     sequence = sequence_of(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32, ranks)
     leaves = q, k, v = tuple(t.detach().requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
@@ -229,12 +197,12 @@ def run(
     found: dict = {
         "case": asdict(case),
         "ranks": ranks,
-        "one": time_both_passes(leaves, attend, device, effort.seconds),
+        "one": time_both_passes(leaves, attend, device, seconds),
         "ways": {},
     }
-    exact = run_both_passes(leaves, attend) if effort.compare else None
+    exact = run_both_passes(leaves, attend) if compare else None
     for name in names:
-        found["ways"][name] = try_way(name, sequence, exact, mesh, effort)
+        found["ways"][name] = try_way(name, sequence, exact, mesh, seconds)
         report(found)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -278,7 +246,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--way", action="append", choices=WAYS, help="(default: all)")
     parser.add_argument("--no-compare", action="store_true", help="leave out the comparison with one GPU's results, and its memory")
     parser.add_argument("--seconds", type=float, default=1.0, help="of the runs of a figure (default %(default)s)")
-    parser.add_argument("--timeline", action="store_true", help="also record the kernels of rank 0 in a forward and backward pass")
     add_device(parser)
     parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="measure nothing, plot these results in the folder")
     options = parser.parse_args(arguments)
@@ -292,9 +259,6 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("start it by torchrun: torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context")
     if int(os.environ["WORLD_SIZE"]) < 2:
         parser.error("it takes two ranks or more: torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context")
-    if options.timeline and options.device.type == "cpu":
-        parser.error("--timeline records the kernels of GPUs; leave it out on a CPU")
-    effort = Effort(options.seconds, not options.no_compare, options.timeline)
     mesh, names, cases = join_ranks(options.device.type), options.way or list(WAYS), []
     for tokens, (heads, kv_heads) in product(options.tokens or TOKENS, options.heads or HEADS):
         known = {name: mask.to_spec() for name, mask in masks(tokens).items()}
@@ -316,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(found["case"]["label"], name, *filter(None, cells(found, name)), why, sep="; ", flush=True)
 
     for case in cases:
-        found = run(case, names, mesh, effort, write)
+        found = run(case, names, mesh, options.seconds, not options.no_compare, write)
         data["cases"].append(found)
         shown.add_row(case.name, "one GPU", " / ".join(f"{ms:.2f}" for ms in found["one"].values()))
         for name in names:

@@ -92,7 +92,7 @@ def draw_inputs(statistics: str, shape: tuple[int, int, int, int], name: str, ge
     return x.bfloat16()
 
 
-def measure_errors(statistics: str, peers: bool) -> dict:
+def measure_errors(statistics: str) -> dict:
     """Errors against float64 of ``ROWS_CHECKED`` rows of long dense calls."""
     generator = torch.Generator("cuda").manual_seed(0)
     lengths = ROWS_CHECKED, KEYS_CHECKED, KEYS_CHECKED
@@ -102,7 +102,7 @@ def measure_errors(statistics: str, peers: bool) -> dict:
         "bf16": partial(sf.attention, q, k, v),
         "fp8": partial(sf.attention, q, k, v, precision="fp8"),
     }
-    for name, prepare in PEERS.items() if peers else ():
+    for name, prepare in PEERS.items():
         calls[name] = partial(lambda prepare: prepare(q, k, v, False)(), prepare)
     found: dict = {"definition": relative_error(attention_in_eight_bits(q, k, v, None, 128**-0.5)[0], exact)}
 
@@ -227,7 +227,7 @@ def list_contestants(
     yield Contestant("kernel", "attention", prepare_kernel)
 
 
-def measure_row(row: PrecisionRow, peers: bool, limit: int, device: torch.device) -> dict:
+def measure_row(row: PrecisionRow, limit: int, device: torch.device) -> dict:
     """Times in ms and TFLOP/s of a row's contestants, and the relative difference of their results from bfloat16's."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((1, heads, row.tokens, row.head_dim) for heads in (row.heads, row.kv_heads, row.kv_heads))
@@ -237,10 +237,10 @@ def measure_row(row: PrecisionRow, peers: bool, limit: int, device: torch.device
     flops = 4 * pairs * row.heads * row.head_dim
     expected: dict[str, torch.Tensor] = {}  # by kind: the first result, which is bfloat16's
     contestants = list(list_contestants(row, q, k, v, mask))
-    if peers and row.spec in (None, "causal") and row.density is None:
+    if row.spec in (None, "causal") and row.density is None:
         for name, prepare in PEERS.items():
             contestants.append(Contestant(name, "attention", partial(prepare, q, k, v, row.spec == "causal")))
-    elif peers and mask is not None and row.density is not None and row.heads == row.kv_heads:
+    elif mask is not None and row.density is not None and row.heads == row.kv_heads:
         contestants.append(Contestant("cuDNN's blocks, fp8", "attention", partial(prepare_cudnn_blocks_fp8, q, k, v, mask)))
 
     def measure(one: Contestant) -> dict:
@@ -280,23 +280,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser = create_parser("precision", __doc__)
     parser.add_argument("--row", action="append", default=[], metavar="TEXT", help="only rows with this in their name")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be given several times")
-    parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
     parser.add_argument("--limit", type=int, default=60, help="seconds for a contestant of a row (default %(default)s)")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("it measures on a Hopper GPU; backend='reference' runs the definition anywhere", file=sys.stderr)
         return 1
-    device, peers, parts = torch.device("cuda"), not options.no_peers, options.part or PARTS
+    device, parts = torch.device("cuda"), options.part or PARTS
     file = RowFile(options.out / "precision.json", {"environment": environment(device)}, *PARTS)
     with torch.no_grad():
         for statistics in STATISTICS if "errors" in parts else ():
-            found = try_measuring(partial(measure_errors, statistics, peers))
+            found = try_measuring(partial(measure_errors, statistics))
             texts = (f"{name} {value:.2e}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items())
             file.add("errors", {"statistics": statistics} | found, statistics, *texts)
     for row in ROWS if "rows" in parts else ():
         if options.row and not any(text in row.name for text in options.row):
             continue
-        found = try_measuring(partial(measure_row, row, peers, options.limit, device))
+        found = try_measuring(partial(measure_row, row, options.limit, device))
         found = found if has_numbers(found) else {"row": asdict(row), "results": {"all": found}}
         file.add("rows", found, row.name)
         for name, result in found["results"].items():

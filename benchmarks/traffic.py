@@ -86,7 +86,7 @@ def block_map(density: float, generator=None, device=None):
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, kept, True)
 
 
-def run_worker(density: float, backend: str) -> None:
+def run_worker(density: float) -> None:
     """The program that runs under ncu."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (1, HEADS, TOKENS, HEAD_DIM)
@@ -95,18 +95,18 @@ def run_worker(density: float, backend: str) -> None:
     # A table at density 1 too: dense calls have tiles of their own.
     mask = sparse_flash.BlockMask.from_blocks(block_map(density, generator, "cuda"), BLOCK)
     for _ in range(_WARM_UP + 1):
-        torch.autograd.grad(sparse_flash.attention(q, k, v, mask, backend=backend), (q, k, v), dout)
+        torch.autograd.grad(sparse_flash.attention(q, k, v, mask), (q, k, v), dout)
         torch.cuda.synchronize()
 
 
-def profile(ncu: str, density: float, backend: str) -> str:
+def profile(ncu: str, density: float) -> str:
     """The output of ncu for a worker, with its own messages."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [ncu, "--clock-control", "none", "--metrics", ",".join(METRICS.values())]
         command += ["-k", "regex:attention_(forward|backward)"]
         command += ["--csv", "--print-units", "base", "--log-file", str(log)]
-        command += [sys.executable, "-m", __spec__.name, "--worker", repr(density), "--backend", backend]
+        command += [sys.executable, "-m", __spec__.name, "--worker", repr(density)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
         said = log.read_text() if log.exists() else ""
     if done.returncode:
@@ -115,14 +115,13 @@ def profile(ncu: str, density: float, backend: str) -> str:
     return said
 
 
-def write(folder: Path, machine: dict, points: list[dict], backend: str = "auto") -> dict:
+def write(folder: Path, machine: dict, points: list[dict]) -> dict:
     """Writes the JSON and its plots; returns the JSON's contents."""
     shape = {"name": f"B1 H{HEADS} N{TOKENS} D{HEAD_DIM}", "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM, "block": BLOCK}
     data = {
         "format": 3,
         "environment": machine,
         "shape": shape | {"dtype": "bfloat16"},
-        "backend": backend,
         "metrics": METRICS,
         "points": points,
         "fits": {name: {level: fit(points, name, level) for level in LEVELS} for name in PASSES},
@@ -135,29 +134,27 @@ def write(folder: Path, machine: dict, points: list[dict], backend: str = "auto"
 
 def main(arguments: list[str] | None = None) -> int:
     parser = create_parser("traffic", __doc__)
-    parser.add_argument("--backend", default="auto", help="(default %(default)s)")
-    parser.add_argument("--ncu", default="ncu", help="Nsight Compute's program (default: the one on the path)")
     parser.add_argument("--worker", type=float, metavar="DENSITY", help="run one density here, without ncu around it")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no GPU here, and the traffic of its memory is what is measured")
     if options.worker is not None:
-        run_worker(options.worker, options.backend)
+        run_worker(options.worker)
         return 0
-    ncu = shutil.which(options.ncu)
+    ncu = shutil.which("ncu")
     if ncu is None:
-        parser.error(f"there is no {options.ncu!r} here; install Nsight Compute, which CUDA's toolkit brings, or pass --ncu PATH")
+        parser.error("there is no ncu on the path; install Nsight Compute, which CUDA's toolkit brings")
     points = []
     try:
         for density in DENSITIES:
-            points.append(parse_point(density, profile(ncu, density, options.backend)))
+            points.append(parse_point(density, profile(ncu, density)))
             for name in PASSES:
                 inner, outer = (points[-1][name][level] / 1e9 for level in LEVELS)
                 print(f"density {density:<7g} {name:8} into multiprocessors {inner:.3f} GB, from DRAM {outer:.3f} GB", flush=True)
     except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         print(error, file=sys.stderr)
         return 1
-    write(options.out, environment(torch.device("cuda")), points, options.backend)
+    write(options.out, environment(torch.device("cuda")), points)
     print(options.out)
     return 0
 

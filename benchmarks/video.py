@@ -1,14 +1,15 @@
-"""A denoising step of a video transformer, dense and under masks over tiles; the kernels beside their peers; the permutation.
+"""A denoising step of a video transformer, dense and under masks over tiles; the kernels beside their peers.
 
     python -m sparse_flash.benchmarks.video --out runs/video
     python -m sparse_flash.benchmarks.video --part steps --model wan-480p --how compiled --only "sdpa-cudnn|fa4|window"
-    python -m sparse_flash.benchmarks.video --part steps --model hunyuan-video --layers 0.25
+    python -m sparse_flash.benchmarks.video --part steps --model h3-91k --layers 0.1
     python -m sparse_flash.benchmarks.video --part kernels --only "sparse_flash|cudnn"
-    python -m sparse_flash.benchmarks.video --part permutation
 
 ``steps``: one forward pass of a transformer of diffusers (batch 1, random weights, real shapes), without gradients. A case
 names what computes its self-attention. Dense ones: PyTorch's kernel and FlashAttention-4, called for q, k and v in the usual order,
-without HunyuanVideo's mask of padded text, which keeps all here. Ours in tile order goes through ``use_sparse_flash``.
+without HunyuanVideo's mask of padded text, which keeps all here. Ours in tile order goes through ``use_sparse_flash``. NVIDIA's
+block-sparse attention does too, in place of ours, with lists of blocks made before; its blocks are full, so it attends to ragged
+tiles' padding.
 ``compiled``: each block is one graph, by ``compile_repeated_blocks``. The speed-up is over the fastest dense case compiled alike.
 ``parts`` are ms of kernels by name, from one profiled step; ``idle`` is what no kernel fills. ``difference`` is the relative L2
 distance of the output from the first dense case's: that of ``all pairs in tiles`` must be rounding, as between dense cases; the
@@ -16,8 +17,7 @@ others' tell how much random weights let a mask change. Such weights say nothing
 
 ``kernels``: a window of tiles in tile order, forward and backward, checked at sampled queries; grids are rounded up to
 whole tiles, as some peers take full blocks alone. ``ragged`` rows have the model's own grid. Ours is timed before and after its
-peers. Dense attention has the tokens of the model's own grid. ``permutation``: to_tiles and to_raster beside a copy; GB/s
-read and written.
+peers. Dense attention has the tokens of the model's own grid.
 
 A case that is missing or fails is a row with the reason. Writes video.json after each row. Exits with 1 if a result is wrong.
 """
@@ -32,42 +32,55 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sparse_flash import VideoLayout, compile_mask
+
+from .baselines.base import why_missing
 from .baselines.flash import FlashAttention4, FlashOptions
+from .baselines.full_blocks import list_kept
 from .measure.accuracy import TOLERANCE, relative_error
 from .measure.noise import Timing, time_runs
-from .measure.throughput import DTYPES, profile_kernels, time_passes, try_measuring
+from .measure.throughput import DTYPES, profile_kernels, try_measuring
 from .measure.throughput import run as run_case
 from .program import RowFile, Table, add_device, add_limit, create_parser, print_tables
 from .results import environment, has_numbers, why_not
 from .workload.cases import OURS, Case, Mask, Shape
 from .workload.masks import FULL
-from .workload.video import ALL_PAIRS, MODELS, Model, StepCase, build_transformer, step_cases, windows
+from .workload.video import ALL_PAIRS, MODELS, NVIDIA, Model, StepCase, build_transformer, step_cases, windows
 
 PARTS = {  # the first that is found in a kernel's name; names that torch.compile makes are lists of operations
     "rest": r"^triton_",
     "choice": r"log_sums|shares_kernel|keep_bits|[sS]ort|scan",
-    "attention": r"attention_|flash|fmha|sdpa|combine_kernel",
+    "attention": r"attention_|flash|fmha|sdpa|combine_kernel|SparseAttn",
     "permutation": r"index_?[sS]elect|gather|index_elementwise",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|conv|wgmma",
 }
 _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-FA4 = FlashAttention4()
+FA4, BLOCK = FlashAttention4(), 128  # BLOCK: tokens of a block of NVIDIA's
 
 
-@torch.library.custom_op("sparse_flash_benchmarks::fa4", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v) -> Tensor")
-def _attend_by_fa4(q, k, v):
+@torch.library.custom_op("sparse_flash_benchmarks::fa4", mutates_args=())
+def _attend_by_fa4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return FA4.attend(q, k, v, FlashOptions(False))
 
 
-@_attend_by_fa4.register_fake
-def _(q, k, v):
-    return q.new_empty(q.shape)
+@torch.library.custom_op("sparse_flash_benchmarks::nvidia", mutates_args=())
+def _attend_by_nvidia(q: Tensor, k: Tensor, v: Tensor, index: Tensor, count: Tensor) -> Tensor:
+    from cudnn.block_sparse_attention import BSA
+
+    found = BSA.block_sparse_attention_forward(q, k, v, index, q2k_block_nums=count, sparse_block_size=BLOCK)
+    return found["o_tensor"].contiguous()
+
+
+for _made in (_attend_by_fa4, _attend_by_nvidia):
+    _made.register_fake(lambda q, *others: q.new_empty(q.shape))
 
 
 def _attend_by_torch(q, k, v):
@@ -75,17 +88,31 @@ def _attend_by_torch(q, k, v):
     return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
+def _nvidias_attention(spec: str, layout: VideoLayout, heads: int, device: torch.device) -> Callable:
+    """What takes the place of ``sparse_flash.attention``. It ignores the mask that it gets for the spec's, in whole blocks."""
+    mask = compile_mask(spec.replace("layout", layout.to_spec()), layout.length, block_size=BLOCK)
+    index, count = list_kept(mask.kept_blocks().to(device).expand(1, heads, -1, -1))
+
+    def attend(q, k, v, mask, **options):
+        return _attend_by_nvidia(q, k, v, index, count)
+
+    return attend
+
+
 @contextmanager
 def patched_attention(transformer: Any, model: Model, case: StepCase) -> Iterator[None]:
     """The transformer computes its self-attention as the case says."""
-    from sparse_flash.integrations.diffusers import restore, use_sparse_flash
+    from sparse_flash.integrations import diffusers as switched
 
     if case.spec is not None:
-        use_sparse_flash(transformer, case.spec, case.tile)
+        switched.use_sparse_flash(transformer, case.spec, case.tile)
+        lists = case.spec, model.layout(case.tile), model.heads, transformer.device
+        instead = _nvidias_attention(*lists) if case.name == NVIDIA else switched.attention
         try:
-            yield
+            with patch.object(switched, "attention", instead):
+                yield
         finally:
-            restore(transformer)
+            switched.restore(transformer)
         return
     module, dense = sys.modules[type(transformer).__module__], _attend_by_fa4 if case.name == "fa4" else _attend_by_torch
     unpatched = module.dispatch_attention_fn
@@ -103,7 +130,7 @@ def patched_attention(transformer: Any, model: Model, case: StepCase) -> Iterato
 def compiled_blocks(transformer: Any) -> Iterator[None]:
     """Each block of the transformer is one graph."""
     torch.compiler.reset()
-    transformer.compile_repeated_blocks(fullgraph=True)
+    transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)  # text in another block must not make lengths symbols
     try:
         yield
     finally:
@@ -112,15 +139,12 @@ def compiled_blocks(transformer: Any) -> Iterator[None]:
         torch.compiler.reset()
 
 
-def classify_kernel(kernel: str) -> str:
-    return next((part for part, names in PARTS.items() if re.search(names, kernel)), "rest")
-
-
 def profile_step(fn: Callable, step_ms: float) -> dict[str, float]:
     """Milliseconds of kernels by part, and of no kernel as idle, from one step."""
     found = dict.fromkeys(("attention", "products", "permutation", "choice", "rest"), 0.0)
     for event in profile_kernels(fn):
-        found[classify_kernel(event.key)] += event.self_device_time_total / 1e3
+        part = next((part for part, names in PARTS.items() if re.search(names, event.key)), "rest")
+        found[part] += event.self_device_time_total / 1e3
     return found | {"idle": step_ms - sum(found.values())}
 
 
@@ -132,7 +156,7 @@ def measure_step(
     wait = torch.cuda.synchronize if cuda else None
     found: dict = {}
     compiled = compiled_blocks(transformer) if case.compiled else nullcontext()
-    if case.name == "fa4" and (reason := FA4.missing()):
+    if reason := FA4.missing() if case.name == "fa4" else case.name == NVIDIA and why_missing("cudnn.block_sparse_attention"):
         return {"refused": reason}
     with torch.no_grad(), patched_attention(transformer, model, case), compiled:
         outputs: list[torch.Tensor] = []
@@ -157,8 +181,7 @@ def measure_step(
 
 def measure_kernels(options: argparse.Namespace, names: list[str], device: torch.device) -> Iterator[dict]:
     """A row for each peer of each window, as plain data."""
-    peers = ("cudnn-blocks", "fastvideo", "flex-fa4") if device.type == "cuda" else ()
-    dense = "sdpa-cudnn" if device.type == "cuda" else "sdpa-math"
+    dense, *peers = ("sdpa-cudnn", "cudnn-blocks", "fastvideo", "flex-fa4") if device.type == "cuda" else ("sdpa-math",)
     done = set()
     for label, layout, window, heads, tokens in windows(names, whole=options.model is None and device.type == "cuda"):
         shape = Shape(1, heads, layout.length, 16 if names == ["toy"] else 128)
@@ -172,30 +195,13 @@ def measure_kernels(options: argparse.Namespace, names: list[str], device: torch
             yield case.as_data() | facts | run_case(case, device, options.row_limit)
 
 
-def measure_permutation(model: Model, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
-    """to_tiles, to_raster and a copy, forward and backward, of what a model reorders: its tokens, or q."""
-    layout, heads, dim = model.layout("auto"), model.heads, model.config.get("attention_head_dim", 128)
-    for shape, axis in (((1, layout.tokens, heads * dim), 1), ((1, heads, layout.tokens, dim), 2)):
-        x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-        tiled = layout.to_tiles(x.detach(), axis).requires_grad_()
-        for name, source, fn in (
-            ("copy", x, torch.clone),
-            ("to_tiles", x, partial(layout.to_tiles, dim=axis)),
-            ("to_raster", tiled, partial(layout.to_raster, dim=axis)),
-        ):
-            moved = (source.numel() + fn(source).numel()) * source.element_size()
-            found: dict = {"what": name, "shape": list(shape), "tile": layout.tile, "bytes": moved}
-            for key, timing in time_passes((source,), partial(fn, source), device, 0.1, backward=True):
-                found |= timing.as_result(key) | {key.replace("_ms", "_gb_s"): moved / timing.median / 1e6}
-            yield found
-
-
 def run_steps(model_name: str, options: argparse.Namespace, device: torch.device, is_over: Callable[[], bool]) -> Iterator[dict]:
-    """The rows of a model."""
+    """The rows of a model; under masks with "speedup", and "over": the fastest dense case so far that was compiled alike."""
     model = MODELS[model_name]
     transformer, inputs = build_transformer(model, device, DTYPES[device.type], options.layers)
     facts = {"model": model_name, "grid": model.grid, "tokens": model.tokens, "layers": options.layers}
     reference: list[torch.Tensor] = []
+    dense: list[dict] = []
     for case in step_cases(model, options.how, device):
         if not re.search(options.only, case.name):
             continue
@@ -203,17 +209,14 @@ def run_steps(model_name: str, options: argparse.Namespace, device: torch.device
             return
         tile = {"tile": model.layout(case.tile).tile} if case.spec else {}
         step = partial(measure_step, transformer, inputs, model, case, options.seconds, reference)
-        yield facts | asdict(case) | tile | try_measuring(step, options.row_limit)
-
-
-def add_speedups(rows: list[dict]) -> None:
-    """Puts "speedup" into each row of ours, and "over": the fastest dense case so far of its model that was compiled alike."""
-    timed = [row for row in rows if has_numbers(row)]
-    for row in timed:
-        alike = [one for one in timed if (one["model"], one["compiled"], one["spec"]) == (row["model"], row["compiled"], None)]
-        if row["spec"] and alike:
-            best = min(alike, key=lambda one: one["step_ms"])
-            row |= {"over": best["name"], "speedup": best["step_ms"] / row["step_ms"]}
+        found = facts | asdict(case) | tile | try_measuring(step, options.row_limit)
+        alike = [row for row in dense if row["compiled"] == case.compiled]
+        if has_numbers(found) and not case.spec:
+            dense.append(found)
+        elif has_numbers(found) and alike:
+            best = min(alike, key=lambda row: row["step_ms"])
+            found |= {"over": best["name"], "speedup": best["step_ms"] / found["step_ms"]}
+        yield found
 
 
 def step_cells(found: dict) -> list[str]:
@@ -234,11 +237,6 @@ def kernel_cells(found: dict) -> list[str]:
     return [*where, " / ".join(times), "" if found["correct"] else "WRONG"]
 
 
-def permutation_cells(found: dict) -> list[str]:
-    times = [f"{found[f'{key}_ms']:.3f} ms, {found[f'{key}_gb_s']:.0f} GB/s" for key in ("forward", "backward")]
-    return [found["what"], str(tuple(found["shape"])), *times]
-
-
 def is_wrong(found: dict, steps: list[dict], dtype: torch.dtype) -> bool:
     """Whether a result is wrong: all pairs in tiles may differ from dense twice as much as dense cases differ."""
     if found.get("name") != ALL_PAIRS:
@@ -250,7 +248,6 @@ def is_wrong(found: dict, steps: list[dict], dtype: torch.dtype) -> bool:
 COLUMNS = {
     "steps": (step_cells, ("model", "case", "ms", "parts", "speed-up", "GiB")),
     "kernels": (kernel_cells, ("grid", "tile, window", "shape", "peer", "ms forward / backward", "")),
-    "permutation": (permutation_cells, ("what", "shape", "forward", "backward")),
 }
 
 
@@ -277,23 +274,12 @@ def main(arguments: list[str] | None = None) -> int:
     def is_over() -> bool:
         return time.monotonic() > until
 
-    def rows(part: str) -> Iterator[dict]:
-        if part == "kernels":
-            yield from measure_kernels(options, names, device)
-        for name in names:
-            if part == "steps":
-                yield from run_steps(name, options, device, is_over)
-            elif part == "permutation":
-                yield from measure_permutation(MODELS[name], device, dtype)
-
-    tables = []
+    steps = chain.from_iterable(run_steps(name, options, device, is_over) for name in names)
+    rows, tables = {"steps": steps, "kernels": measure_kernels(options, names, device)}, []
     for part in options.part or COLUMNS:
         cells, headings = COLUMNS[part]
-        for found in () if is_over() else rows(part):
-            file.data[part].append(found)
-            add_speedups(file.data["steps"])
-            file.write()
-            print(part, *filter(None, cells(found)), sep="; ", flush=True)
+        for found in () if is_over() else rows[part]:
+            file.add(part, found, part, *cells(found))
             if is_over():
                 break
         tables.append(Table(*headings, title=part))

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from sparse_flash import VideoLayout
 
-ALL_PAIRS = "all pairs in tiles"
+ALL_PAIRS, NVIDIA = "all pairs in tiles", "nvidia window 10%"
 
 
 @dataclass(frozen=True)
 class Model:
-    """cls: its class in diffusers. latents: (frames, height, width), in patches of (1, 2, 2). text: tokens. layers: the config's
-    numbers of blocks. tile: one that divides the grid better than the proposed one, if its sides may differ more."""
+    """cls: its class in diffusers. latents: (frames, height, width), in patches of (1, 2, 2). text, audio: tokens. layers: the
+    config's numbers of blocks. tile: one next to the proposed one, more like a cube."""
 
     cls: str
     latents: tuple[int, int, int]
@@ -27,6 +28,7 @@ class Model:
     layers: dict[str, int]
     text: int
     config: dict[str, Any]
+    audio: int = 0
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -34,27 +36,38 @@ class Model:
         return frames, height // 2, width // 2
 
     @property
-    def text_tokens(self) -> int:
-        """Tokens of text in the video's attention."""
-        return self.text if self.cls.startswith("Hunyuan") else 0
+    def beside(self) -> int:
+        """Tokens of text and audio in the video's attention."""
+        return 0 if self.cls.startswith("Wan") else self.text + self.audio
 
     @property
     def tokens(self) -> int:
-        return math.prod(self.grid) + self.text_tokens
+        """Of its self-attention."""
+        return math.prod(self.grid) + self.beside
 
     def layout(self, tile: str | tuple[int, int, int]) -> VideoLayout:
         layout = VideoLayout.of(*self.grid) if isinstance(tile, str) else VideoLayout(*self.grid, tile)
-        return replace(layout, suffix=self.text_tokens)
+        side = "prefix" if self.cls.startswith("MiniMax") else "suffix"
+        return replace(layout, **{side: self.beside})
 
 
-_WAN = {"attention_head_dim": 128, "ffn_dim": 8960, "text_dim": 4096}
+def _wan(height: int, width: int, heads: int, layers: int, ffn: int) -> Model:
+    config = {"attention_head_dim": 128, "ffn_dim": ffn, "text_dim": 4096}
+    return Model("WanTransformer3DModel", (21, height, width), (2, 8, 8), heads, {"num_layers": layers}, 512, config)
+
+
+_H3 = Model("MiniMaxH3Transformer3DModel", (77, 30, 52), (4, 8, 4), 56, {"num_layers": 50}, 512, {}, audio=896)
 _TOY = {"attention_head_dim": 16, "text_dim": 8, "freq_dim": 16, "ffn_dim": 32}
 MODELS = {
-    "wan-480p": Model("WanTransformer3DModel", (21, 60, 104), (2, 8, 8), 12, {"num_layers": 30}, 512, _WAN),
-    "wan-720p": Model("WanTransformer3DModel", (21, 90, 160), (2, 8, 8), 12, {"num_layers": 30}, 512, _WAN),
+    "wan-480p": _wan(60, 104, 12, 30, 8960),  # Wan 2.1's 1.3B
+    "wan-720p": _wan(90, 160, 12, 30, 8960),
+    "wan22-480p": _wan(60, 104, 40, 40, 13824),  # each of Wan 2.2's two, A14B
+    "wan22-720p": _wan(90, 160, 40, 40, 13824),
     "hunyuan-video": Model(
         "HunyuanVideoTransformer3DModel", (33, 90, 160), (2, 8, 8), 24, {"num_layers": 20, "num_single_layers": 40}, 256, {}
     ),
+    "h3-31k": _H3,  # 480 x 832, 260 frames; audio is rounded up to whole blocks
+    "h3-91k": replace(_H3, latents=(87, 48, 84), audio=1024),  # 768 x 1344, 294 frames
     "toy": Model("WanTransformer3DModel", (5, 20, 48), (1, 8, 16), 2, {"num_layers": 2}, 8, _TOY),
 }
 
@@ -77,17 +90,32 @@ def build_transformer(model: Model, device: torch.device, dtype: torch.dtype, sh
         if set(name.split(".")) & set(cls._keep_in_fp32_modules or ()):
             parameter.data = parameter.data.float()
 
-    def drawn(*shape):
-        return torch.randn(shape, device=device, dtype=dtype)
+    with device:
+        return transformer.eval(), _draw_inputs(model, transformer.config, partial(torch.randn, dtype=dtype))
 
-    config = transformer.config
-    inputs = {"hidden_states": drawn(1, config.in_channels, *model.latents), "timestep": torch.tensor([900], device=device)}
-    if not model.text_tokens:
-        return transformer.eval(), inputs | {"encoder_hidden_states": drawn(1, model.text, config.text_dim)}
-    inputs |= {"encoder_hidden_states": drawn(1, model.text, config.text_embed_dim), "guidance": 1000 * drawn(1).abs()}
-    mask = torch.ones(1, model.text, device=device, dtype=torch.long)
-    return transformer.eval(), inputs | {
-        "encoder_attention_mask": mask,
+
+def _draw_inputs(model: Model, config: Any, drawn: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """On PyTorch's default device. drawn: torch.randn in the model's dtype."""
+    if model.cls.startswith("MiniMax"):  # one sequence of text, audio and the video's patches
+        tags = torch.tensor([1, 2, 0]).repeat_interleave(torch.tensor([model.text, model.audio, math.prod(model.grid)]))
+        places = torch.arange(model.beside)[:, None].expand(-1, 3), torch.cartesian_prod(*map(torch.arange, model.grid))
+        return {
+            "hidden_states": drawn(1, math.prod(model.grid), config.in_channels * math.prod(config.patch_size)),
+            "audio_hidden_states": drawn(1, model.audio, config.audio_in_channels),
+            "encoder_hidden_states": drawn(1, model.text, config.text_dim),
+            "timestep": torch.tensor([0.9]),
+            "timestep_indices": torch.zeros_like(tags),
+            "token_tags": tags,
+            "position_ids": torch.cat(places),
+            **{f"{name}_indices": (tags == tag).nonzero()[:, 0] for tag, name in enumerate(("video", "text", "audio"))},
+        }
+    inputs = {"hidden_states": drawn(1, config.in_channels, *model.latents), "timestep": torch.tensor([900])}
+    if model.cls.startswith("Wan"):
+        return inputs | {"encoder_hidden_states": drawn(1, model.text, config.text_dim)}
+    return inputs | {
+        "encoder_hidden_states": drawn(1, model.text, config.text_embed_dim),
+        "guidance": 1000 * drawn(1).abs(),
+        "encoder_attention_mask": torch.ones(1, model.text, dtype=torch.long),
         "pooled_projections": drawn(1, config.pooled_projection_dim),
     }
 
@@ -119,9 +147,12 @@ def step_cases(model: Model, how: str, device: torch.device) -> list[StepCase]:
         StepCase(f"window {share:.0%}", f"tile_window(layout, {window_of(model.layout(tile), share)})", tile)
         for share, tile in ((0.1, "auto"), (0.1, model.tile), (0.2, "auto"))
     )
-    chosen = StepCase("chosen 10%", "layout & sampled(16, budget=0.1, block=128)")
-    first = [StepCase("sdpa-cudnn"), StepCase("fa4"), tenth, other, chosen]
-    first = first if device.type == "cuda" else [StepCase("sdpa"), tenth, other, chosen]
+    # Prefixes are kept, as the guide says; a suffix is text with a mask, whose end no pattern may count from.
+    text = f" | last_tokens({model.beside})" if model.layout("auto").prefix else ""
+    chosen = StepCase("chosen 10%", f"layout & (sampled(16, budget=0.1, block=128){text})", model.tile)
+    ours = [tenth, *[other] * (model.layout(model.tile) != model.layout("auto")), chosen]
+    first = [StepCase("sdpa-cudnn"), StepCase("fa4"), replace(tenth, name=NVIDIA), *ours]
+    first = first if device.type == "cuda" else [StepCase("sdpa"), *ours]
     return [
         *([] if how == "compiled" else first),
         *([] if how == "eager" else [replace(case, compiled=True) for case in first]),

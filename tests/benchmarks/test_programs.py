@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from sparse_flash.benchmarks.baselines.selection import SparseFlashSelection
 from sparse_flash.benchmarks.choosers import ChooserCase
 from sparse_flash.benchmarks.selection import PicksCase
 from sparse_flash.benchmarks.workload.cases import Shape
-from sparse_flash.benchmarks.workload.video import ALL_PAIRS, MODELS, StepCase
+from sparse_flash.benchmarks.workload.video import ALL_PAIRS, MODELS, NVIDIA, StepCase, step_cases
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).parents[2]
 CHOOSER = ChooserCase("sampled(8, floor=0.02)", 64, Shape(1, 8, 2048, 32, kv_heads=2), True)
@@ -125,7 +128,7 @@ def test_decoding_over_every_cache_is_checked_and_timed(tmp_path, capsys):
 def test_a_row_that_fails_in_eight_bits_is_a_result_and_the_rest_run():
     # On a CPU no back end and no kernel computes in e4m3, and neither peer runs.
     row = precision.PrecisionRow("small", "causal", None, 128, 256, 4, 2, 64, choice="causal & sampled(8, keep=0.5)")
-    results = precision.measure_row(row, True, 60, CPU)["results"]
+    results = precision.measure_row(row, 60, CPU)["results"]
     assert results.pop("rounding")  # which Triton's interpreter runs
     assert {name for name, result in results.items() if "ms" in result} == {"bf16", "choice and bf16", "choice"}
     failed = {name: result["failed"] for name, result in results.items() if "ms" not in result}
@@ -164,22 +167,40 @@ def test_ways_that_are_missing_fail_or_differ_are_rows_and_a_difference_is_an_er
     assert "not installed" in data["steps"][1]["refused"] and "window must be" in data["steps"][2]["failed"]
 
 
+def attend_to_listed_blocks(q, k, v, index, q2k_block_nums, sparse_block_size):
+    """In place of NVIDIA's, by its signature."""
+    listed = torch.arange(index.shape[-1]) < q2k_block_nums[..., None]
+    kept = torch.zeros(*index.shape[:3], k.shape[2] // sparse_block_size, dtype=torch.bool).scatter(-1, index.long(), listed)
+    kept = kept.repeat_interleave(sparse_block_size, 2).repeat_interleave(sparse_block_size, 3)
+    return {"o_tensor": torch.nn.functional.scaled_dot_product_attention(q, k, v, kept)}
+
+
+def test_nvidias_blocks_in_a_step_equal_ours_in_whole_tiles_and_minimax_h3s_inputs_are_right(tmp_path, monkeypatch):
+    small = {"attention_head_dim": 16, "hidden_size": 24, "num_refiner_layers": 1, "ffn_dim": 32, "text_dim": 8, "freq_dim": 16}
+    small |= {"time_embed_hidden_dim": 16, "time_embed_dim": 16, "rope_freq_dim": 2}
+    sizes = {"latents": (4, 32, 32), "tile": (2, 8, 8), "heads": 2, "layers": {"num_layers": 2}, "text": 80, "audio": 48}
+    monkeypatch.setitem(MODELS, "h3-31k", replace(MODELS["h3-31k"], config=small, **sizes))
+    bsa = SimpleNamespace(BSA=SimpleNamespace(block_sparse_attention_forward=attend_to_listed_blocks))
+    monkeypatch.setitem(sys.modules, "cudnn.block_sparse_attention", bsa)
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(block_sparse_attention=bsa))
+    of_gpus = step_cases(MODELS["h3-31k"], "eager", torch.device("cuda"))
+    monkeypatch.setattr(video, "step_cases", lambda *_: [StepCase("sdpa"), *of_gpus[2:]])
+    monkeypatch.setattr(video, "_attend_by_torch", Mock(wraps=video._attend_by_torch))
+    code, data = run_video(tmp_path, "--part steps --model h3-31k")
+    rows = {found["name"]: found for found in data["steps"]}
+    assert code == 0 and rows["sdpa"]["tokens"] == 1152 and video._attend_by_torch.call_count == 2 * (rows["sdpa"]["steps"] + 2)
+    assert min(found["difference"] for found in rows.values() if found["spec"] not in (None, "layout")) > 1e-3
+    assert rows[ALL_PAIRS]["difference"] < 1e-5
+    assert rows[NVIDIA]["difference"] == pytest.approx(data["steps"][2]["difference"], rel=1e-4)
+
+
 def test_windows_of_tiles_are_checked_against_dense_within_the_time_limit(tmp_path, capsys):
     code, data = run_video(tmp_path, "--part kernels --only sparse_flash")
     assert code == 0 and all(found["correct"] and found["backward_ms"] > 0 for found in data["kernels"])
     assert [found["label"] for found in data["kernels"]] == ["toy", "toy", "toy, ragged", "toy, ragged"] * 2
     code, data = run_video(tmp_path, "--limit -1")
-    assert code == 0 and not data["steps"] + data["kernels"] + data["permutation"]
+    assert code == 0 and not data["steps"] + data["kernels"]
     assert "the rest was not begun" in capsys.readouterr().out
-
-
-def test_the_permutation_is_timed_next_to_a_copy_of_as_many_bytes(tmp_path):
-    _, data = run_video(tmp_path, "--part permutation")
-    layout = MODELS["toy"].layout("auto")
-    assert [found["what"] for found in data["permutation"]] == ["copy", "to_tiles", "to_raster"] * 2
-    for found in data["permutation"]:
-        rows = 2 * layout.tokens if found["what"] == "copy" else layout.tokens + layout.length
-        assert found["bytes"] == rows * 32 * 4 and min(found["forward_gb_s"], found["backward_gb_s"]) > 0
 
 
 DOUBLED = """
