@@ -57,6 +57,8 @@ def time_runs(
 ) -> list[float]:
     """Returns the seconds of each run of ``call``. It runs until all runs together took ``seconds``, but at least and at most so
     often, and no more after ``longest`` seconds. wait: part of each run, such as torch.cuda.synchronize."""
+    if wait is not None:
+        wait()  # for what was queued before
     times: list[float] = []
     while sum(times) <= longest and (len(times) < least or (sum(times) < seconds and len(times) < most)):
         begin = time.perf_counter()

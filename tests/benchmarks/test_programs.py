@@ -149,7 +149,7 @@ def test_a_video_models_step_is_timed_each_way_and_all_pairs_in_tiles_equal_dens
     code, data = run_video(tmp_path, "--part steps --how eager")
     rows = {found["name"]: found for found in data["steps"]}
     assert code == 0 and data["environment"]["source"] and not data["kernels"]
-    assert rows[ALL_PAIRS]["difference"] < 1e-5 and {"sdpa", "chosen 10%"} < set(rows)
+    assert rows[ALL_PAIRS]["difference"] < 1e-5 and {"sdpa", "chosen 10% by 8 queries"} < set(rows)
     dense = min(found["step_ms"] for found in data["steps"] if found["spec"] is None)
     for found in data["steps"]:
         assert found["step_ms"] > 0 and found["steps"] >= 3
