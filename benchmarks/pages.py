@@ -2,7 +2,7 @@
 
     python -m sparse_flash.benchmarks.pages    # in a checkout, after a results file, or the FILE that a page names, has changed
 
-KIND: "peers", all peers of ``bench --suite peers``; "ranges", ratios to the fastest of them, for rows of three FILEs or more;
+KIND: "peers", all peers of ``bench --suite peers``, rows of a later FILE in place of earlier ones; "ranges", ratios to the fastest of them, for rows of three FILEs or more;
 "calls", what calls cost. FILE: a path from the top of the checkout, the newest last. A test compares the pages with the files.
 """
 
@@ -37,9 +37,12 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def _peers(data: dict) -> str:
+def _peers(*runs: dict) -> str:
     """Raises ValueError for results that are wrong or not to be relied on, which no page shows."""
-    table = tables(data)[0]
+    rows_of = [{key.rpartition(" | ")[0] for key in run["cases"]} for run in runs]
+    last = {row: number for number, rows in enumerate(rows_of) for row in rows}
+    cases = {key: c for n, run in enumerate(runs) for key, c in run["cases"].items() if last[key.rpartition(" | ")[0]] == n}
+    table = tables(runs[-1] | {"suites": {"peers": list(cases)}, "cases": cases})[0]
     first, last = table.columns.index("sparse_flash"), table.columns.index("spread")
     peers = [_NAMES.get(name, name) for name in table.columns[first + 1 : last]]
     rows = []
@@ -54,8 +57,9 @@ def _peers(data: dict) -> str:
 
 def _ranges(*runs: dict) -> str:
     measured = [_ratios(run) for run in runs]
+    newest = {row: ours for of_run in measured for row, (ours, _) in of_run.items()}
     lines = []
-    for row, (ours, _) in measured[-1].items():
+    for row, ours in newest.items():
         ratios = [of_run[row][1] for of_run in measured if row in of_run]
         if len(ratios) >= 3:
             spans = (f"{min(ratio):.2f} to {max(ratio):.2f}" for ratio in zip(*ratios, strict=True))
