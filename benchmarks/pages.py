@@ -2,8 +2,9 @@
 
     python -m sparse_flash.benchmarks.pages    # in a checkout, after a results file, or the FILE that a page names, has changed
 
-KIND: "peers", all peers of ``bench --suite peers``, rows of a later FILE in place of earlier ones; "ranges", ratios to the fastest of them, for rows of three FILEs or more;
-"calls", what calls cost. FILE: a path from the top of the checkout, the newest last. A test compares the pages with the files.
+KIND: "peers", all peers of ``bench --suite peers``; "ranges", ratios to the fastest of them, for rows of three FILEs or more;
+"calls", what calls cost. FILE: a path from the top of the checkout, the newest last, whose rows replace those of the others. A test
+compares the pages with the files.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ def pages() -> list[Path]:
 
 def _peers(*runs: dict) -> str:
     """Raises ValueError for results that are wrong or not to be relied on, which no page shows."""
-    rows_of = [{key.rpartition(" | ")[0] for key in run["cases"]} for run in runs]
-    last = {row: number for number, rows in enumerate(rows_of) for row in rows}
-    cases = {key: c for n, run in enumerate(runs) for key, c in run["cases"].items() if last[key.rpartition(" | ")[0]] == n}
-    table = tables(runs[-1] | {"suites": {"peers": list(cases)}, "cases": cases})[0]
+    newest: dict[str, dict] = {}
+    for run in runs:
+        own = {key.rpartition(" | ")[0] for key in run["cases"]}
+        newest = {key: case for key, case in newest.items() if key.rpartition(" | ")[0] not in own} | run["cases"]
+    table = tables(runs[-1] | {"suites": {"peers": list(newest)}, "cases": newest})[0]
     first, last = table.columns.index("sparse_flash"), table.columns.index("spread")
     peers = [_NAMES.get(name, name) for name in table.columns[first + 1 : last]]
     rows = []

@@ -130,15 +130,9 @@ def main(arguments: list[str] | None = None) -> int:
     add_device(parser)
     options = parser.parse_args(arguments)
     device, dtype, names = options.device, DTYPES[options.device.type], options.peer or list(PEERS)
-    cases = [
-        PicksCase(tokens, heads, kv_heads, options.head_dim, block, options.picks, alike)
-        for tokens, (heads, kv_heads), block, alike in product(
-            options.tokens or [65_536],
-            options.heads or HEADS,
-            options.block or BLOCKS,
-            [None] if options.indexer else options.alike or ALIKE,
-        )
-    ]
+    kinds = [None] if options.indexer else options.alike or ALIKE
+    sizes = product(options.tokens or [65_536], options.heads or HEADS, options.block or BLOCKS, kinds)
+    cases = [PicksCase(n, q, kv, options.head_dim, block, options.picks, alike) for n, (q, kv), block, alike in sizes]
     facts = {"environment": environment(device), "dtype": str(dtype).removeprefix("torch.")}
     file = RowFile(options.out / "selection.json", facts, "cases")
     table = Table("picks", *names, "choice, ms", title="forward / backward, ms (TFLOP/s)")
