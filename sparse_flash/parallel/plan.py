@@ -16,13 +16,12 @@ from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
 from ..masks.parsing import parse
 from ..masks.pattern import And, Pattern
 from ..patterns import documents
-from .agreement import check_agreement
 from .attend import BlockAttention, HeadAttention, Select, resolve_select
 from .estimates import LINK_RATE
 from .peer_memory import peer_memory
 from .planning import Local, PlanKeywords, PlanOptions, Strategy, plan_sequence, to_square_mask
 from .routes import Route
-from .sharding import TokenShards, group_of
+from .sharding import TokenShards, check_agreement, group_of
 
 
 @overload
