@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -19,17 +19,6 @@ Strategy = Literal["blocks", "heads"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "heads"
 # The exchange of blocks under strategy "blocks" on several ranks, otherwise the mask of the rank's heads.
 Local = BlockMask | Route
-
-
-class PlanKeywords(TypedDict, total=False):
-    """Types the fields of ``PlanOptions`` as keywords."""
-
-    heads: int | None
-    kv_heads: int | None
-    block_size: int
-    strategy: Strategy | Literal["auto"]
-    link_rate: float
-    overlap: bool | None
 
 
 @dataclass(frozen=True)
