@@ -190,11 +190,6 @@ class BlockMask(MaskTables):
         """The mask with queries and keys exchanged, and the same map of heads."""
         return BlockMask.of_tables(build.transpose(self)).to(self.device)
 
-    @outside_graphs
-    def in_blocks_of(self, block_size: int) -> BlockMask:
-        """The same mask in larger blocks, on its device. Raises ValueError unless the size is a multiple of its block size."""
-        return BlockMask.of_tables(build.in_blocks_of(self, block_size)).to(self.device)
-
     @property
     def tall(self) -> KernelTables | None:
         """``by_query`` in rows of 192 queries, for forward kernels that are faster over these, or None: see ``_derive_once``."""
