@@ -53,11 +53,6 @@ _tracing_state = import_private("_C._get_tracing_state")
 _without_functions = import_private("_C.DisableTorchFunction")
 
 
-def in_function_transform() -> bool:
-    """Whether vmap or a torch.func transform is active, including torch.func.functionalize."""
-    return _functorch.maybe_current_level() is not None
-
-
 def in_differentiating_transform() -> bool:
     """Whether vmap or a torch.func derivative is active, under which operators look different; functionalize is not one."""
     inner = _functorch.peek_interpreter_stack()

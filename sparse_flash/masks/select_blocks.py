@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from ..compat.names import operator_name
-from ..compat.pytorch import in_differentiating_transform, in_function_transform, is_plain_eager, is_recorded
+from ..compat.pytorch import in_differentiating_transform, is_plain_eager, is_recorded
 from ..kernels.common.streams import current_gpu
 from .grid import BlockGrid
 from .mask_tables import MaskTables
@@ -110,7 +110,7 @@ def map_from_lists(indices: torch.Tensor, counts: torch.Tensor, shape: tuple[int
         raise ValueError(f"kv_indices must have a row for each of {shape[0]} blocks of queries; got shape {tuple(indices.shape)}")
     entry, row = (torch.arange(n, device=indices.device) for n in (indices.shape[3], shape[0]))
     listed, exists = entry < counts[..., None], (indices >= 0) & (indices < shape[1])
-    if _can_read_values(indices.device) and bool((listed & ~exists).any()):
+    if indices.device.type == "cpu" and is_plain_eager(indices) and bool((listed & ~exists).any()):
         raise ValueError(f"kv_indices must be blocks of keys, 0 to {shape[1] - 1}; got {indices[listed & ~exists][0]}")
     # Other entries go to one element past the map.
     index = torch.where(listed & exists, row[:, None] * shape[1] + indices, shape[0] * shape[1])
@@ -128,10 +128,6 @@ def by_head(name: str, kept: object, sides: str) -> torch.Tensor:
             f"{kept.dtype} of shape {tuple(kept.shape)}; compare or use .bool()"
         )
     return kept if kept.dim() == 4 else kept[None, None]
-
-
-def _can_read_values(device: torch.device) -> bool:
-    return device.type == "cpu" and not (is_recorded(device) or in_function_transform())
 
 
 def select_in_torch(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int]) -> list[Table]:
