@@ -289,7 +289,7 @@ def _forward(q, k, v, *call):
 
 
 @_forward.register_fake
-def _fake_results(q, k, v, *call):
+def fake_results(q, k, v, *call):
     return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
@@ -300,7 +300,7 @@ def _forward_in_eight_bits(q, k, v, tables, block_size, pattern, scale, backend)
     return backends.get_backend(restored.backend).forward_in_eight_bits(restored)
 
 
-_forward_in_eight_bits.register_fake(_fake_results)
+_forward_in_eight_bits.register_fake(fake_results)
 
 
 @define_operator(
@@ -316,7 +316,7 @@ def _decode(
     return backends.get_backend(backend).decode(*call, k_scale, v_scale, kv_starts)
 
 
-_decode.register_fake(_fake_results)
+_decode.register_fake(fake_results)
 
 
 @define_operator(

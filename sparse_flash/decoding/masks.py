@@ -22,11 +22,6 @@ from ..patterns import causal, full, local
 from .arguments import MAX_QUERIES, check_decoding_mask
 
 
-def is_decode_step(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:
-    """Whether ``attention_decode`` on a full cache equals ``attention``, and avoids compiling a mask for every token."""
-    return can_decode(q, k) and not (isinstance(mask, BlockMask) or torch.compiler.is_compiling())
-
-
 def can_decode(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether ``attention_decode`` supports these queries and keys, given a mask that fits."""
     few = q.shape[2] <= MAX_QUERIES and q.shape[2] <= k.shape[2] and q.dtype == k.dtype

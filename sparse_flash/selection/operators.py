@@ -26,7 +26,6 @@ from ..core import backends, operators
 from ..core.description import Call
 from ..core.operators import define_operator, prepare_upstream
 from ..core.results import QueryRows, compute_dtype
-from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
 from . import hopper, reference, triton
 from . import torch as selection_torch
@@ -88,9 +87,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Te
     return chosen.forward(q, k, v, selection, scale)
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Tensor]:
-    return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+_forward.register_fake(operators.fake_results)
 
 
 @define_operator(

@@ -21,7 +21,7 @@ from ...compat.names import NAMESPACE
 from ...compat.pytorch import assert_in_graph
 from ...core.definition import with_sinks
 from ...decoding.arguments import MAX_QUERIES
-from ...decoding.masks import can_decode, is_decode_step
+from ...decoding.masks import can_decode
 from ...masks.block_mask import BlockMask
 from ...masks.parsing import parse
 from ...masks.pattern import PerBatch, PerEntry
@@ -257,9 +257,11 @@ def _attend_runs(call: LayerCall, runs: Sequence[tuple[int, ...]], chosen: torch
 def _can_decode_rows(call: LayerCall) -> bool:
     """Whether ``attention_decode`` supports the call, whose sequences may have padding before them."""
     model_mask = call.model_mask
-    if call.dropout or call.softcap is not None or model_mask.kept_pairs is not None:
+    if call.dropout or call.softcap is not None or model_mask.kept_pairs is not None or isinstance(call.kept, BlockMask):
         return False
-    if not is_decode_step(call.query, call.key, call.kept) or (model_mask.first_key_position and call.needs_positions()):
+    if torch.compiler.is_compiling() or not can_decode(call.query, call.key):
+        return False
+    if model_mask.first_key_position and call.needs_positions():
         return False
     if model_mask.key_starts is None:
         return True
