@@ -1,7 +1,5 @@
 """Builds the record of an ``sf.attention`` call: its arguments checked, its mask made a table, its back end chosen."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any

@@ -1,7 +1,5 @@
 """Makes the mask of an expression with choosers for given queries and keys."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterator

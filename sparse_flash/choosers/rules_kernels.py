@@ -1,7 +1,5 @@
 """The choice on GPUs, as bits: scores of a range of rows at a time, then the rule. No tensor of queries x keys is made."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Scores and rules in PyTorch operations of fixed shapes: the definition of what ``rules_kernels`` streams."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """PyTorch's dispatcher, autograd and operators, where public names do not reach."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 import sys

@@ -5,8 +5,6 @@ few, long kernel calls cover a table. A row that visits many blocks is cut into 
 units, form the batch of one call, on copies of their keys.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

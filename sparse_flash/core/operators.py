@@ -7,8 +7,6 @@ the operator, where lengths are numbers, so one compiled graph serves all length
 is unused: AOTInductor turns an empty list into None.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """The mask of a decoding call: a pattern's table for the cache's capacity, compiled once; a step reads the rows of its
 positions."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

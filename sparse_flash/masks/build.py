@@ -1,7 +1,5 @@
 """Makes the tables of masks from blocks and tiles, from dense tensors, and from the tables of other masks. Knows no patterns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Makes the tables of block maps computed at run time, and block maps of lists of blocks, on their device."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """The public plans: a plan says which rank owns which tokens of a sequence, and attends a rank's queries to all tokens."""
 
-from __future__ import annotations
-
 from hashlib import sha256
 from typing import Any, Literal
 

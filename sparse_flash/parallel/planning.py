@@ -1,7 +1,5 @@
 """Computes one rank's numbers of a plan from masks, on the host: who owns which tokens, strategies by estimated times, tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple

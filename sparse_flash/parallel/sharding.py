@@ -1,8 +1,6 @@
 """Records which tokens of a sequence a rank of a mesh holds; shards and unshards tensors of tokens. Compares the arguments of all
 ranks, on the host, before they exchange tensors whose sizes depend on these."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self

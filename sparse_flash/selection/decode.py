@@ -1,7 +1,5 @@
 """Decoding over picked blocks, by a kernel or in PyTorch operations of fixed shapes, which read no other blocks of the cache."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

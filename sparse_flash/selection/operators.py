@@ -12,8 +12,6 @@ numbers. A back end is a module of this package with
 with shapes as for the back ends of masks (``core/backends``). Gradients repeat bit for bit, whether asked or not.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeAlias

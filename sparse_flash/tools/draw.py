@@ -1,7 +1,5 @@
 """Pictures of masks: text for a terminal, and PNG or SVG files. A picture is an array of cells, each a share of kept pairs."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Computes what a mask costs and what it can see, as numbers from its lookup table, which may be of a million tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

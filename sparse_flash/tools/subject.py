@@ -1,7 +1,5 @@
 """Finds the mask that pictures and figures show: a mask itself, or a pattern at some length."""
 
-from __future__ import annotations
-
 from ..masks.block_mask import BlockMask, as_block_mask
 from ..masks.compiler import entry_patterns
 from ..masks.fit import named_len

@@ -1,8 +1,6 @@
 """Calls of a switched model: a rank's share of its inputs, and the attention of each layer, which Transformers' attention interface
 requests and ``sparse_flash.attention`` computes."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from itertools import pairwise
