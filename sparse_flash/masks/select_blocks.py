@@ -75,10 +75,12 @@ def _(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int) -> list[to
 def _select_both(
     maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], within: MaskTables | None = None
 ) -> list[torch.Tensor]:
-    """The tensors of both tables. within: see ``select_by_kernel``."""
+    """The tensors of both tables. within: keeps the launches of kernels."""
     if can_launch_kernel(maps):
-        room = max(2, maps.shape[0] * len(by_query.col_idx))
-        tables = select_by_kernel(maps.contiguous(), by_query, by_key, shape, room, within)
+        from ..kernels.tables.select import select_tables
+
+        room, of_splits = max(2, maps.shape[0] * len(by_query.col_idx)), (most_splits(shape[1]), most_splits(shape[0]))
+        tables = select_tables(maps.contiguous(), by_query, by_key, shape, room, (*of_splits, *split_limits()), within)
     else:
         tables = select_in_torch(maps, by_query, by_key, shape)
     return [tensor for table in tables for tensor in table]
@@ -156,16 +158,6 @@ def _select_entries(maps: torch.Tensor, table: Table) -> tuple[RowArrays, tuple[
     order = torch.argsort(new_ptr.diff(dim=-1), dim=-1, descending=True, stable=True).int()
     size = max(2, masks * listed)
     return (new_ptr, new_split.view(masks, rows, 2), order), (cols[:size], tiles[:size])
-
-
-def select_by_kernel(
-    maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], room: int, within: object = None
-) -> list[Table]:
-    """``select_in_torch`` by kernels. room: the most blocks that all maps may keep. within: the BlockMask that keeps launches."""
-    from ..kernels.tables.select import select_tables
-
-    of_splits = most_splits(shape[1]), most_splits(shape[0]), *split_limits()
-    return select_tables(maps, by_query, by_key, shape, room, of_splits, within)
 
 
 def build_work(by_query: RowArrays, by_key: RowArrays, longest: int, k_longest: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

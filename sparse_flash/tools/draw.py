@@ -13,7 +13,7 @@ import numpy as np
 
 from ..compat.extras import naming_extra
 from ..masks.block_mask import BlockMask
-from .subject import resolve_mask
+from . import resolve_mask
 
 DEFAULT_LEN = 4096
 _MOST_DENSE_PAIRS = 1 << 24  # masks of up to this many pairs are drawn from their tokens
