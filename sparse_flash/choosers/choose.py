@@ -62,7 +62,7 @@ def chosen_mask(
     grid = BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
     q, k, ends = _clear_missing_tokens(q, k, lengths)
     maps = _choose_maps(spec, q, k, scale, scores, *ends)
-    return from_block_maps(maps, grid, resolve_within(choices_of(spec)[0].within, grid, q.device))
+    return from_block_maps(maps, resolve_within(choices_of(spec)[0].within, grid, q.device))
 
 
 @torch.no_grad()
@@ -164,7 +164,7 @@ def mask_by_means(
     scores = torch.unflatten(scores, 2, queries.shape[2:4]).flatten(1, 2)
     kept, limits = _init_maps(scores, within, always, grid)
     _add_kept_blocks(kept, scores, limits, 0, ("keep", keep), False)
-    mask = from_block_maps(kept, grid, resolve_within(within, grid, q.device))
+    mask = from_block_maps(kept, resolve_within(within, grid, q.device))
     return replace(mask, mask_index=mask.mask_index.repeat_interleave(group, 1)) if share_group else mask
 
 

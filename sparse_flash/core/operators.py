@@ -259,7 +259,7 @@ def build_chosen_mask(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) ->
     # Plain numbers, not symbolic lengths: in a graph, this mask is for one length.
     grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), chosen.block_size)
     maps = chosen.bits[:-1].view(*q.shape[:2], grid.q_blocks, -1)
-    return from_block_maps(maps, grid, resolve_within(chosen.within or None, grid, q.device))
+    return from_block_maps(maps, resolve_within(chosen.within or None, grid, q.device))
 
 
 def _restore_mask(q_len: int, kv_len: int, block_size: int, tables: list[torch.Tensor]) -> BlockMask:

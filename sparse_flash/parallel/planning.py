@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ..core.variant import check_counts
 from ..masks.block_mask import BlockMask, MaskLike, as_block_mask
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
@@ -32,9 +33,7 @@ class PlanOptions:
 
     def check(self, ranks: int) -> None:
         """Raises ValueError for options that are not valid."""
-        for name, value in (("heads", self.heads), ("kv_heads", self.kv_heads)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer; got {value!r}; pass {name} of the attention calls")
+        check_counts(**{name: n for name, n in (("heads", self.heads), ("kv_heads", self.kv_heads)) if n is not None})
         if self.kv_heads and (not self.heads or self.heads % self.kv_heads):
             raise ValueError(
                 f"kv_heads must divide heads; got {self.kv_heads} and {self.heads}; pass the numbers of the attention calls"

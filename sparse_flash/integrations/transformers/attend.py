@@ -18,6 +18,7 @@ from ...api.varlen import attention_varlen
 from ...compat.names import NAMESPACE
 from ...compat.pytorch import assert_in_graph
 from ...core.definition import with_sinks
+from ...core.results import merge_results
 from ...decoding.arguments import MAX_QUERIES
 from ...decoding.masks import can_decode
 from ...masks.block_mask import BlockMask
@@ -349,9 +350,7 @@ def _attend_chosen_run(call: LayerCall, picks: torch.Tensor) -> torch.Tensor:
     if selection is None:
         return out.masked_fill(without[..., None], 0.0)
     more, log = attention(call.query, call.key[:, :, apart:], call.value[:, :, apart:], selection, **options)
-    lse, lowest = lse.masked_fill(without, float("-inf")), torch.finfo(lse.dtype).min
-    share = torch.sigmoid(lse.clamp(min=lowest) - log.clamp(min=lowest))[..., None]
-    return more.to(lse.dtype).lerp(out.to(lse.dtype), share).to(out.dtype)
+    return merge_results(out, lse.masked_fill(without, float("-inf")), more, log)[0].to(out.dtype)
 
 
 def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:
