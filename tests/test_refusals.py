@@ -490,7 +490,6 @@ TABLES = (
     row(sf.from_mask_fn, T, r"of \(q, kv\); got one of \(b, h, q, kv\).*create_block_mask takes", fn=lambda b, h, q, kv: q >= kv),
     row("compile", T, "must return booleans; got int64", pattern=sf.from_mask_fn(lambda q, kv: q - kv)),
     row("compile", V, "broadcast|more dimensions", pattern=sf.from_mask_fn(lambda q, kv: (q > kv)[..., :3])),
-    row(compiled("causal", 300).in_blocks_of, V, "block_size must be a multiple of the mask's 128; got 64", block_size=64),
     # Videos in tile order.
     row(VIDEO.to_tiles, V, r"114 tokens in dimension 1 before .* tile order.*got shape \(2, 192\)", x=zeros(2, 192), dim=1),
     row(VIDEO.to_raster, V, rf"x must have {VIDEO.length} tokens in dimension 0 in tile order", x=zeros(114), dim=0),

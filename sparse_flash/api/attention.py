@@ -1,7 +1,5 @@
 """``attention``: checks arguments, chooses a back end, computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

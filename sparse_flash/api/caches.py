@@ -1,7 +1,5 @@
 """Frees what calls cache."""
 
-from __future__ import annotations
-
 from ..kernels.launch import memory as launches
 from ..masks import memory
 

@@ -1,9 +1,8 @@
 """Builds the record of an ``sf.attention`` call: its arguments checked, its mask made a table, its back end chosen."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from ..core import arguments, backends, operators
 from ..core.call import AttentionCall, ChosenBlocks, prepare, repeat
 from ..core.variant import LENGTHS, Variant, build_variant, describe_variant
 from ..kernels.common.layout import layouts
-from ..masks.block_mask import BlockMask, compile_cached, convert_foreign_mask
-from ..masks.cache import to_traceable
-from ..masks.chooser import find_unstated_causal, has_choosers, without_choosers
-from ..masks.fit import check_known_end
+from ..masks.block_mask import BlockMask, as_block_mask, compile_cached, convert_foreign_mask
+from ..masks.cache import run_in_thread, to_traceable
+from ..masks.chooser import choices_of, has_choosers, is_causal, without_choosers
+from ..masks.fit import check_known_end, named_len
 from ..masks.memory import cached_until_cleared, register_clear
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern, short_text
@@ -40,6 +39,7 @@ def observe(mask: object, q: torch.Tensor, k: torch.Tensor) -> None:
 # faster. At _MOST entries, all are dropped.
 fitting: dict[Hashable, object] = {}
 _MOST = 4096
+_TOKENS = 4096  # for which ``_warn_of_later_keys`` looks at a pattern that names no number of tokens
 register_clear(fitting.clear)
 
 
@@ -188,10 +188,15 @@ def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: tor
 @constant_in_graphs
 @cached_until_cleared(256)
 def _warn_of_later_keys(spec: Pattern | str) -> None:
-    if (within := find_unstated_causal(spec)) is None:
+    within = choices_of(spec)[0].within
+    if within is None or is_causal(within):
         return
-    warnings.warn(
-        f"no query sees a later key under {short_text(within)}, but later keys change what the choosers in the expression keep, so "
-        f"training sees the future; write causal & {short_text(within)} & (...) (said once of each mask)",
-        stacklevel=arguments.callers_level(),
-    )
+    ends_at_query = False
+    with suppress(Exception):  # of a user's own rule: it need not take other lengths than the call's
+        ends_at_query = run_in_thread(lambda: as_block_mask(within, named_len(within, _TOKENS)).is_causal)
+    if ends_at_query:
+        warnings.warn(
+            f"no query sees a later key under {short_text(within)}, but later keys change what the choosers in the expression keep"
+            f", so training sees the future; write causal & {short_text(within)} & (...) (said once of each mask)",
+            stacklevel=arguments.callers_level(),
+        )

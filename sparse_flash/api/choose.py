@@ -1,7 +1,5 @@
 """choose_blocks: the mask of an expression with choosers for given queries and keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Decoding: a few queries of each sequence over a long cache of keys and values, contiguous or paged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

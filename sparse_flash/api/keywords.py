@@ -1,7 +1,5 @@
 """Advice for keywords that other libraries' attention takes."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import wraps

@@ -1,7 +1,5 @@
 """SparseAttention: self-attention as a layer of a model, also with a cache for decoding."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping

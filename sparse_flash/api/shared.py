@@ -1,7 +1,5 @@
 """The interface of a plan that splits one sequence over ranks, for layers and models. ``parallel`` makes plans."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol, runtime_checkable
 
 import torch

@@ -1,7 +1,5 @@
 """topk_blocks: chooses the blocks of keys that score highest, for blocks of queries or for each query."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Attention on packed documents of different lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

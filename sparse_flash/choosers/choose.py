@@ -1,7 +1,5 @@
 """Makes the mask of an expression with choosers for given queries and keys."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import outside_inference
 from ..compat.names import operator_name
 from ..compat.pytorch import is_recorded
+from ..core import hopper
 from ..core import triton as triton_backend
 from ..core.arguments import check_tensors, stand_in_for_empty_batch
 from ..core.call import ChosenBlocks
@@ -30,12 +29,13 @@ from ..masks.memory import cached_until_cleared
 from ..masks.parsing import text_of
 from ..masks.pattern import Pattern
 from ..masks.select_blocks import can_launch_kernel
-from . import rules_kernels, rules_torch
+from . import rules_torch
 from .built_in import Scored
-from .features import Content
+from .features import Content, Features
 from .rules_torch import Limits
 
 _HELD = 1 << 26  # logits that PyTorch operations hold at a time
+_MOST_BYTES = 1 << 29  # of log-sums and scores that kernels hold at a time
 
 
 def _take_heads(x: Tensor, heads: list[int]) -> Tensor:
@@ -62,7 +62,7 @@ def chosen_mask(
     grid = BlockGrid(q.shape[2], k.shape[2], chooser_block_size(spec))
     q, k, ends = _clear_missing_tokens(q, k, lengths)
     maps = _choose_maps(spec, q, k, scale, scores, *ends)
-    return from_block_maps(maps, grid, resolve_within(choices_of(spec)[0].within, grid, q.device))
+    return from_block_maps(maps, resolve_within(choices_of(spec)[0].within, grid, q.device))
 
 
 @torch.no_grad()
@@ -103,8 +103,14 @@ _BITS_SCHEMA = (
 def chosen_bits(q: Tensor, k: Tensor, spec: str, *arguments: Any) -> Tensor:
     """The bits of ``ChosenBlocks``. arguments: the others of ``_choose_maps``."""
     maps = _choose_maps(spec, q, k, *arguments)
-    maps = rules_kernels.pack_block_bits(maps) if maps.dtype == torch.bool else maps
+    maps = pack_block_bits(maps) if maps.dtype == torch.bool else maps
     return torch.nn.functional.pad(maps.flatten(), (0, 1))
+
+
+def pack_block_bits(blocks: Tensor) -> Tensor:
+    """(..., ceil(n / 32)) int32 of (..., n) bool: block c is bit c % 32 of word c // 32."""
+    words = torch.nn.functional.pad(blocks, (0, -blocks.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    return (words.long() << torch.arange(32, device=blocks.device)).sum(-1).to(torch.int32)
 
 
 @chosen_bits.register_fake
@@ -158,7 +164,7 @@ def mask_by_means(
     scores = torch.unflatten(scores, 2, queries.shape[2:4]).flatten(1, 2)
     kept, limits = _init_maps(scores, within, always, grid)
     _add_kept_blocks(kept, scores, limits, 0, ("keep", keep), False)
-    mask = from_block_maps(kept, grid, resolve_within(within, grid, q.device))
+    mask = from_block_maps(kept, resolve_within(within, grid, q.device))
     return replace(mask, mask_index=mask.mask_index.repeat_interleave(group, 1)) if share_group else mask
 
 
@@ -194,7 +200,7 @@ def _make_limits(within: MaskLike | None, always: MaskLike | None, grid: BlockGr
     allowed = torch.ones_like(forced) if within is None else resolve_single_mask("within", within, grid, device).kept_blocks()
     forced, counts = forced & allowed, allowed.sum(1)
     if as_bits:
-        allowed, forced = rules_kernels.pack_block_bits(allowed), rules_kernels.pack_block_bits(forced)
+        allowed, forced = pack_block_bits(allowed), pack_block_bits(forced)
     return Limits(allowed, forced, counts, {})
 
 
@@ -205,11 +211,16 @@ def _add_kept_blocks(
     kept: Tensor, scores: Tensor, limits: Limits, first: int, rule: tuple[str, int | float], after_others: bool
 ) -> None:
     """Adds the blocks that a rule keeps, and those kept in any case, to ``kept`` from row ``first`` on."""
+    allowed, forced, some = limits.allowed, limits.forced, slice(first, first + scores.shape[2])
     if kept.dtype == torch.bool:
-        some = slice(first, first + scores.shape[2])
-        kept[:, :, some] |= rules_torch.apply_rule(scores, limits.allowed[some], limits.forced[some], *rule)
-    else:
-        rules_kernels.write_kept_blocks(scores, limits, kept, first, *rule, after_others)
+        kept[:, :, some] |= rules_torch.apply_rule(scores, allowed[some], forced[some], *rule)
+        return
+    from .kernels.rules import apply_rule
+
+    numbers = limits.numbers(*rule, scores.shape[1])
+    if scores.shape[2] < len(numbers):
+        allowed, forced, numbers = (x[some] for x in (allowed, forced, numbers))
+    apply_rule(scores.contiguous(), allowed, forced, numbers, kept, first, rule[0], float(rule[1]), after_others)
 
 
 def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iterator[tuple[int, Tensor]]:
@@ -220,14 +231,26 @@ def _iter_scores(chooser: Chooser, content: Content, with_kernels: bool) -> Iter
         given = _get_user_scores(chooser, content)
         step, score = grid.q_blocks, lambda low, high: given
     elif with_kernels:
-        step = rules_kernels.MOST_BYTES // (batch_heads * grid.kv_blocks * (4 + 4 * features.per_q_block))
-        score = partial(rules_kernels.score_blocks, features, grid)
+        step = _MOST_BYTES // (batch_heads * grid.kv_blocks * (4 + 4 * features.per_q_block))
+        score = partial(_score_by_kernels, features, grid)
     else:
         step = _HELD // (batch_heads * features.per_q_block * features.column_count)
         score = partial(rules_torch.score_blocks, features, grid)
     for low in range(0, grid.q_blocks, max(1, step)):
         with without_autocast(content.q):
             yield low, score(low, min(low + max(1, step), grid.q_blocks))
+
+
+def _score_by_kernels(features: Features, grid: BlockGrid, low: int, high: int) -> Tensor:
+    """Returns what ``rules_torch.score_blocks`` returns."""
+    from .kernels import log_sums
+
+    by, device = log_sums, features.rows.device
+    if hopper.runs_on(device):
+        from .kernels import hopper_log_sums
+
+        by = hopper_log_sums if hopper_log_sums.supports(features.rows, features.per_kv_block) else log_sums
+    return log_sums.scores_of_blocks(features, grid.kv_blocks, low, high, by)
 
 
 def _mask_missing_keys(scores: Tensor, content: Content) -> Tensor:

@@ -4,8 +4,6 @@ A row's logits are its products with the columns that it sees; a block's share o
 score for a block of queries is the mean, or the maximum, of the shares of the rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Reports what a choice of blocks loses: the kept mass and the error of some queries, against attention within the expression."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,6 +1,4 @@
-"""Scores and rules in PyTorch operations of fixed shapes: the definition of what ``rules_kernels`` streams."""
-
-from __future__ import annotations
+"""Scores and rules in PyTorch operations of fixed shapes: the definition of what ``kernels`` stream."""
 
 import math
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The command line: ``sparse-flash patterns | show | gallery | explain | bench | doctor``. Arguments and printing only."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,9 +1,7 @@
 """``bench``: measures, and prints the tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,9 +11,6 @@ from rich.text import Text
 from sparse_flash.benchmarks.workload import DEFAULT, FULL_RUN, SUITES
 
 from .options import Imports, dtype_of, output_console, user_errors
-
-if TYPE_CHECKING:
-    from sparse_flash.benchmarks.results import Results
 
 
 def bench(
@@ -89,7 +84,7 @@ def bench(
     _print_results(results, console)
 
 
-def _print_results(results: Results, console: Console) -> None:
+def _print_results(results, console: Console) -> None:
     from sparse_flash.benchmarks.report import page
     from sparse_flash.benchmarks.report.rows import TEXT_COLUMNS
     from sparse_flash.benchmarks.report.tables import tables

@@ -1,7 +1,5 @@
 """``doctor``: what this machine has, and which back ends run here."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """``patterns``, ``show``, ``gallery`` and ``explain``: inspect masks before running them."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Options and output that commands share, and their errors: one message on stderr, no traceback, exit code 2."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Checks the arguments that a function of a user takes, and finds what it reads besides them."""
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 import zlib

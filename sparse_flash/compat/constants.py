@@ -1,7 +1,5 @@
 """The mark of functions that torch.compile calls while tracing, set without importing PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from types import FunctionType

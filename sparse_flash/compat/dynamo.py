@@ -1,7 +1,5 @@
 """Sets marks that torch.compile reads; PyTorch's own functions for that import torch._dynamo, and with it triton."""
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import cast
 

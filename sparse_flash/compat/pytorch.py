@@ -1,7 +1,5 @@
 """PyTorch's dispatcher, autograd and operators, where public names do not reach."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 import sys
@@ -51,11 +49,6 @@ _active_mode = import_private("_C._get_dispatch_mode")
 _FAKE = import_private("_C._TorchDispatchModeKey.FAKE")
 _tracing_state = import_private("_C._get_tracing_state")
 _without_functions = import_private("_C.DisableTorchFunction")
-
-
-def in_function_transform() -> bool:
-    """Whether vmap or a torch.func transform is active, including torch.func.functionalize."""
-    return _functorch.maybe_current_level() is not None
 
 
 def in_differentiating_transform() -> bool:

@@ -1,7 +1,5 @@
 """PyTorch's symmetric memory: memory of the GPUs of one host that all of them read, where public names do not reach."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Checks that several calls share: tensors, dtypes, devices, scales, masks. Each error says what an argument must be, what it was,
 and what to do."""
 
-from __future__ import annotations
-
 import math
 import sys
 import warnings

@@ -5,8 +5,6 @@ few, long kernel calls cover a table. A row that visits many blocks is cut into 
 units, form the batch of one call, on copies of their keys.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +17,6 @@ from .results import merge_results
 _WIDEST = 2048  # keys per piece: merging a row's pieces takes a synchronizing operation per piece
 _GATHERED = 1 << 21  # key elements that a call copies, per thread: 20 ms of work at head_dim 64 and blocks of 128
 _MOST_THREADS = 16  # counted for _GATHERED
-_REMEMBERED = 16  # masks of pieces kept with a table, most of whose pieces are of few kinds
-_REMEMBERED_PAIRS = 1 << 18
-_SLICE = 1 << 14
 _ALIKE = 4  # from so many pieces with equal tiles on, they get a separate call, with one mask
 
 
@@ -133,14 +128,9 @@ def _find_column_step(cols: np.ndarray) -> int | None:
 
 def _gathered(x, blocks: np.ndarray):
     """Gathers blocks, (pieces, width), of a contiguous (units, blocks, tokens, head_dim), for ``_Call.keys``."""
-    units, count, tokens, dim = x.shape
-    # index_select copies larger slices one by one, each with all threads.
-    cuts = 1
-    while tokens * dim // cuts > _SLICE and tokens % (2 * cuts) == 0:
-        cuts *= 2
+    units, count, _, dim = x.shape
     index = np.arange(units)[:, None] * count + blocks[:, None]
-    index = index[..., None] * cuts + np.arange(cuts)
-    taken = x.view(units * count * cuts, -1).index_select(0, torch.from_numpy(index.ravel()))
+    taken = x.flatten(0, 1).index_select(0, torch.from_numpy(index.ravel()))
     return taken.view(len(blocks), units, -1, dim)
 
 
@@ -172,7 +162,7 @@ def _calls(loop, q, copied: bool):
                 numbers = len(q) * q.shape[3] if copied or _find_column_step(cols[chosen]) is None else 0
                 numbers += 0 if shared else q.shape[2]
                 height = max(1, _gather_limit() // (numbers * width * loop.block)) if numbers else len(chosen)
-                masked = _remembered_bias(loop.tiles, tiles[chosen[0]], q.shape[2]) if shared else None
+                masked = _bias(loop.tiles, tiles[chosen[:1]], q.shape[2]) if shared else None
                 for first in range(0, len(chosen), height):
                     some = chosen[first : first + height]
                     bias, empty = masked or _bias(loop.tiles, tiles[some], q.shape[2])
@@ -197,15 +187,6 @@ def _group_equal_tiles(tiles: np.ndarray):
     rest = np.flatnonzero(~shared[number])
     if len(rest):
         yield rest, False
-
-
-def _remembered_bias(known, tiles: np.ndarray, rows: int):
-    """``_bias`` of one piece's tiles, (width,), cached with the table, as the same few recur in every call."""
-    key = tiles.tobytes(), rows
-    found = known.biases.get(key) or _bias(known, tiles[None], rows)
-    if found[0] is not None and found[0].numel() <= _REMEMBERED_PAIRS and len(known.biases) < _REMEMBERED:
-        known.biases[key] = found
-    return found
 
 
 def _bias(known, tiles: np.ndarray, rows: int):

@@ -27,8 +27,6 @@ A back end that supports ``EIGHT_BITS``, which excludes all other features, has 
     forward_in_eight_bits(call) -> (out, lse)                 see ``core.eight_bits``
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Reading caches of keys and values: e4m3, pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,9 +1,7 @@
 """The record of an attention call, and the back end and launches that equal calls share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -51,9 +49,9 @@ class AttentionCall(NamedTuple):
     precision: str | None = None
     launches: dict[Any, Any] | None = None
 
-    def on(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
+    def on(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Self:
         """The same call on other tensors."""
-        return AttentionCall(q, k, v, *self[3:])
+        return type(self)(q, k, v, *self[3:])
 
     @property
     def key(self) -> Hashable:

@@ -1,8 +1,6 @@
 """A variant in PyTorch operations: the reference for every back end."""
 
-from __future__ import annotations
-
-from typing import NamedTuple, cast
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ class Pairs(NamedTuple):
     kv_len: int
 
     @classmethod
-    def all(cls, q: Tensor, k: Tensor) -> Pairs:
+    def all(cls, q: Tensor, k: Tensor) -> Self:
         """Returns the pairs of the whole (batch, heads, q_len, kv_len) matrix."""
         (batch, heads, q_len), kv_len = q.shape[:3], k.shape[2]
         ranges = [torch.arange(size, device=q.device) for size in (batch, heads, q_len, kv_len)]

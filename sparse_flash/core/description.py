@@ -1,8 +1,7 @@
 """The description of a call, by which back ends accept or refuse it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -45,7 +44,7 @@ class Call:
         variant: Variant | None = None,
         deterministic: bool = False,
         precision: str | None = None,
-    ) -> Call:
+    ) -> Self:
         """Describes the call on these tensors."""
         (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
         sizes = batch, heads, kv_heads, q_len, kv_len, head_dim, block_size

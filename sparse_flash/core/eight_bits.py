@@ -3,8 +3,6 @@
 Sources: arXiv:2407.08608, Sec. 3.3 (blocks with a scale each, the rotation); arXiv:2411.10958 (the mean of keys, sums in fp32).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The back end for Hopper GPUs (H100, H200) and 16-bit types: the fastest there."""
 
-from __future__ import annotations
-
 from functools import cache
 from types import SimpleNamespace
 

@@ -7,8 +7,6 @@ the operator, where lengths are numbers, so one compiled graph serves all length
 is unused: AOTInductor turns an empty list into None.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -261,7 +259,7 @@ def build_chosen_mask(q: torch.Tensor, k: torch.Tensor, chosen: ChosenBlocks) ->
     # Plain numbers, not symbolic lengths: in a graph, this mask is for one length.
     grid = BlockGrid(operator.index(q.shape[2]), operator.index(k.shape[2]), chosen.block_size)
     maps = chosen.bits[:-1].view(*q.shape[:2], grid.q_blocks, -1)
-    return from_block_maps(maps, grid, resolve_within(chosen.within or None, grid, q.device))
+    return from_block_maps(maps, resolve_within(chosen.within or None, grid, q.device))
 
 
 def _restore_mask(q_len: int, kv_len: int, block_size: int, tables: list[torch.Tensor]) -> BlockMask:
@@ -289,7 +287,7 @@ def _forward(q, k, v, *call):
 
 
 @_forward.register_fake
-def _fake_results(q, k, v, *call):
+def fake_results(q, k, v, *call):
     return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
@@ -300,7 +298,7 @@ def _forward_in_eight_bits(q, k, v, tables, block_size, pattern, scale, backend)
     return backends.get_backend(restored.backend).forward_in_eight_bits(restored)
 
 
-_forward_in_eight_bits.register_fake(_fake_results)
+_forward_in_eight_bits.register_fake(fake_results)
 
 
 @define_operator(
@@ -316,7 +314,7 @@ def _decode(
     return backends.get_backend(backend).decode(*call, k_scale, v_scale, kv_starts)
 
 
-_decode.register_fake(_fake_results)
+_decode.register_fake(fake_results)
 
 
 @define_operator(

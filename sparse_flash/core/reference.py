@@ -4,8 +4,6 @@ Every other back end is compared with a softmax like this one. Request it by nam
 surprising mask.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..kernels.common.layout import empty_out

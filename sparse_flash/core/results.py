@@ -1,7 +1,5 @@
 """Helpers of back ends for results: dtypes, queries without keys, merging."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

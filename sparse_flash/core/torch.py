@@ -525,7 +525,6 @@ class _Tiles:
         self.tile_runs, self.tile_bits, self.dtype = tile_runs, tile_bits, dtype
         self.runs, self.block = tile_runs.shape
         self.device = tile_runs.device
-        self.biases: dict[tuple[bytes, int], tuple] = {}  # for aten_cpu
         count = self.runs + len(tile_bits)
         self.decoded = self.decode(torch.arange(-1, count, device=self.device)) if count * self.block**2 <= _TILE_PAIRS else None
 

@@ -1,7 +1,5 @@
 """Triton kernels, on any GPU that Triton supports; under TRITON_INTERPRET=1 on the CPU, slowly, for tests."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 

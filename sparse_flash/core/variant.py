@@ -308,7 +308,8 @@ def check_counts(**counts: object) -> None:
 
 
 def check_lengths(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Checks lengths or starts of sequences, (batch,), and returns them in int32: see ``int32_lengths``."""
+    """Checks lengths or starts of sequences, (batch,), and returns them in int32, clamped to its range. On a CPU, raises ValueError
+    for lengths below 0 and for starts above ``tokens``."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of shape (batch,) on q's device; got {type(value).__name__}")
     if tuple(value.shape) != (q.shape[0],) or value.dtype not in (torch.int32, torch.int64):
@@ -317,18 +318,13 @@ def check_lengths(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) 
             f"{tuple(value.shape)}"
         )
     check_same_device(name, value, q)
-    return int32_lengths(name, value, most=tokens if name.endswith("starts") else None)
-
-
-def int32_lengths(name: str, lengths: torch.Tensor, most: int | None = None) -> torch.Tensor:
-    """Converts int32 or int64 lengths to int32, clamped to its range. On a CPU, raises ValueError for lengths below 0, or with
-    ``most`` for starts above it."""
-    if lengths.device.type == "cpu" and is_plain_eager(lengths):
-        wrong = lengths[lengths < 0 if most is None else lengths > most].tolist()
+    most = tokens if name.endswith("starts") else None
+    if value.device.type == "cpu" and is_plain_eager(value):
+        wrong = value[value < 0 if most is None else value > most].tolist()
         if wrong:
             bound = "at least 0" if most is None else f"at most {most}, the number of tokens"
             raise ValueError(f"{name} must be {bound}; got {wrong[0]}; a sequence without tokens has {most or 0}")
-    return _as_int32(lengths)
+    return _as_int32(value)
 
 
 def _as_int32(lengths: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
@@ -338,13 +334,10 @@ def _as_int32(lengths: torch.Tensor, _: torch.Tensor | None = None) -> torch.Ten
     return lengths.to(torch.int32).contiguous()
 
 
-def _check_lengths_of_call(name: str, value: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
-    check_lengths(name, value, q, (q if name.startswith("q") else k).shape[2])
-
-
 # A check, (name, argument, q, k), which raises; and a conversion, (argument, q) to the variant's tensor.
 _TENSOR_ARGUMENTS: dict[str, tuple[Callable[..., object], Callable[..., torch.Tensor]]] = {
-    **dict.fromkeys(LENGTHS, (_check_lengths_of_call, _as_int32)),
+    **dict.fromkeys(("q_starts", "q_lens"), (lambda name, value, q, k: check_lengths(name, value, q, q.shape[2]), _as_int32)),
+    **dict.fromkeys(("kv_starts", "kv_lens"), (lambda name, value, q, k: check_lengths(name, value, q, k.shape[2]), _as_int32)),
     "alibi_slopes": (_check_of_heads, _expand_slopes),
     "rel_bias": (_check_of_heads, _as_exact),
     "sinks": (_check_of_heads, lambda sinks, q: sinks.contiguous()),

@@ -1,7 +1,5 @@
 """Checks the arguments of ``attention_decode``: queries, a cache, its scales, lengths, pages and mask."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import torch

@@ -1,7 +1,5 @@
 """A layer's cache of keys and values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """The mask of a decoding call: a pattern's table for the cache's capacity, compiled once; a step reads the rows of its
 positions."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 
@@ -20,11 +18,6 @@ from ..masks.parsing import parse
 from ..masks.pattern import Pattern
 from ..patterns import causal, full, local
 from .arguments import MAX_QUERIES, check_decoding_mask
-
-
-def is_decode_step(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:
-    """Whether ``attention_decode`` on a full cache equals ``attention``, and avoids compiling a mask for every token."""
-    return can_decode(q, k) and not (isinstance(mask, BlockMask) or torch.compiler.is_compiling())
 
 
 def can_decode(q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -1,7 +1,5 @@
 """Models and calls of other libraries under this library's masks. A module imports at most the library it is named after."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any

@@ -21,8 +21,6 @@ Source: https://github.com/mit-han-lab/Block-Sparse-Attention, commit 49d6c39e4d
 README, block_sparse_attn_interface.py, and the reference of its tests.
 """
 
-from __future__ import annotations
-
 from itertools import count, groupby
 from typing import Any
 

@@ -14,8 +14,6 @@ are dropped on a GPU, and raise ValueError on a CPU.
 Source: flash_attn.flash_attn_interface (https://github.com/Dao-AILab/flash-attention), version 2.8.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

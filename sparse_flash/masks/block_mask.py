@@ -122,7 +122,7 @@ class BlockMask(MaskTables):
                 f"blocks is a map of {q_blocks} x {kv_blocks} blocks, but {grid.q_len} x {grid.kv_len} tokens in blocks of "
                 f"{block_size} are {grid.q_blocks} x {grid.kv_blocks}"
             )
-        return from_block_maps(blocks, grid, resolve_within(within, grid, blocks.device))
+        return from_block_maps(blocks, resolve_within(within, grid, blocks.device))
 
     @staticmethod
     @outside_graphs
@@ -146,7 +146,7 @@ class BlockMask(MaskTables):
         """
         if from_flex.keeps_listed_blocks(mask):
             blocks, grid = from_flex.map_from_flex(mask)
-            return from_block_maps(blocks, grid, dense_mask(grid, blocks.device))
+            return from_block_maps(blocks, dense_mask(grid, blocks.device))
         return BlockMask.of_tables(from_flex.from_flex(mask)).to(mask.kv_indices.device)
 
     @staticmethod
@@ -189,11 +189,6 @@ class BlockMask(MaskTables):
     def transpose(self) -> BlockMask:
         """The mask with queries and keys exchanged, and the same map of heads."""
         return BlockMask.of_tables(build.transpose(self)).to(self.device)
-
-    @outside_graphs
-    def in_blocks_of(self, block_size: int) -> BlockMask:
-        """The same mask in larger blocks, on its device. Raises ValueError unless the size is a multiple of its block size."""
-        return BlockMask.of_tables(build.in_blocks_of(self, block_size)).to(self.device)
 
     @property
     def tall(self) -> KernelTables | None:
@@ -345,8 +340,8 @@ def as_block_mask(
     return convert_foreign_mask(mask)
 
 
-def from_block_maps(maps: torch.Tensor, grid: BlockGrid, within: BlockMask) -> BlockMask:
-    """The blocks of ``within``, one mask of this grid, that each map keeps; see ``select_by_maps``."""
+def from_block_maps(maps: torch.Tensor, within: BlockMask) -> BlockMask:
+    """The blocks of ``within``, one mask, that each map keeps; see ``select_by_maps``."""
     mask = BlockMask.from_tensors(*within.sizes, select_by_maps(maps, within))
     vars(mask)["selected_from"] = within
     return mask

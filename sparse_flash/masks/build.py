@@ -1,7 +1,5 @@
 """Makes the tables of masks from blocks and tiles, from dense tensors, and from the tables of other masks. Knows no patterns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -154,10 +152,8 @@ def transpose(mask: MaskTables) -> MaskTables:
 
 
 def in_blocks_of(mask: MaskTables, block_size: int) -> MaskTables:
-    """The same mask in larger blocks, on the CPU. Raises ValueError unless the size is a multiple of its block size."""
+    """The same mask in larger blocks, on the CPU. block_size: a multiple of its own."""
     grid = BlockGrid(mask.q_len, mask.kv_len, block_size)
-    if block_size % mask.block_size:
-        raise ValueError(f"block_size must be a multiple of the mask's {mask.block_size}; got {block_size}")
     pool, single = TilePool(block_size), []
     for number in range(mask.masks):
         single.append(from_entries(grid, merge_blocks(mask, number, pool), pool))

@@ -1,7 +1,5 @@
 """Patterns and tables under torch.compile, FakeTensorMode and CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar

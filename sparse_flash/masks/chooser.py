@@ -13,14 +13,11 @@ import numpy as np
 
 from ..compat.constants import constant_in_graphs
 from .fields import Positive, Share, set_fields
-from .fit import named_len
 from .grid import BlockGrid
 from .memory import cached_until_cleared
 from .parsing import parse, text_of
 from .pattern import And, DerivedPattern, Or, Pattern, PerBatch, PerHead, short_text
 from .registry import list_registered, register_pattern
-
-_SAMPLED_TOKENS, _SAMPLED_PAIRS = 1 << 17, 1 << 16  # of a mask that names no number of tokens; see ``find_unstated_causal``
 
 CHOOSER = TypeVar("CHOOSER", bound="Chooser")
 RULES = ("keep", "mass", "floor", "budget")
@@ -251,22 +248,3 @@ def _join_patterns(kind: Any, patterns: list[Pattern]) -> Pattern | None:
 def is_causal(within: Pattern | None) -> bool:
     """Whether an expression's pairs are limited to keys up to each query, as its text says."""
     return within is not None and "causal" in map(str, within.operands if isinstance(within, And) else (within,))
-
-
-@cached_until_cleared(maxsize=256)
-def find_unstated_causal(spec: Pattern | str) -> str | None:
-    """The text of what limits an expression's choosers, if it does not say causal and no sampled query sees a later key under it;
-    otherwise None. Choosers then compare later keys too."""
-    within = choices_of(spec)[0].within
-    if within is None or is_causal(within):
-        return None
-    tokens = named_len(within, _SAMPLED_TOKENS)
-    drawn = np.random.default_rng(0)
-    q = drawn.integers(0, tokens, _SAMPLED_PAIRS)
-    kv = q + (float(tokens) ** drawn.random(_SAMPLED_PAIRS)).astype(np.int64)  # as many distances in each octave
-    q, kv = q[kv < tokens], kv[kv < tokens]
-    try:
-        kept = np.asarray(within.bind_length(tokens).token_rule(q, kv))
-    except Exception:  # of a user's own rule: for tokens that it does not know, or as it has only a block rule
-        return None
-    return None if kept.any() else str(within)

@@ -1,7 +1,5 @@
 """Merges a mask's blocks into larger ones where kernels gain more speed than they lose to extra visited pairs."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .costs import BLOCK as KERNEL_BLOCK

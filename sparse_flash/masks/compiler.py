@@ -6,8 +6,6 @@
 3. A block found empty is dropped and one found full is promoted, so the table depends only on the mask's meaning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import reduce
 from importlib.util import find_spec

@@ -1,8 +1,6 @@
 """Estimates what a table costs kernels on an H100 or H200, by its counts: the same on every rank and machine. Rows of blocks (in
 the backward pass: columns) are spread over the multiprocessors."""
 
-from __future__ import annotations
-
 import numpy as np
 
 BLOCK, HEAD_DIM = 128, 128  # of dense calls; of calls whose head_dim is not known yet, on which choices hardly depend

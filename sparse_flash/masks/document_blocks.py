@@ -3,8 +3,6 @@
 On a fixed grid, most rows of blocks have a masked block at either end, and a row of two documents visits the blocks of both.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -9,8 +9,6 @@
 Type checkers see int, float and so on. Fields of other types are checked to be hashable, and no more.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from numbers import Real

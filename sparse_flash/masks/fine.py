@@ -1,8 +1,6 @@
 """The tables of a mask in blocks of 64, for kernels that are faster over these where rows keep few blocks: quarters of a block of
 128 that keep nothing are skipped, and two programs share a multiprocessor."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .coarsen import decode_parts, number_parts

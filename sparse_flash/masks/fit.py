@@ -1,7 +1,5 @@
 """Whether a pattern fits the lengths of a call: the tokens that it names, and the end that it may count from."""
 
-from __future__ import annotations
-
 from ..compat.constants import constant_in_graphs
 from .memory import cached_until_cleared
 from .parsing import parse

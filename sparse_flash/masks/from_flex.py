@@ -3,8 +3,6 @@
 Source: torch.nn.attention.flex_attention.BlockMask, whose docstring defines the format.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Remembers tables, plans, texts and choices of back ends between calls; ``kernels/launch/memory`` remembers kernel launches.
 Each memory is bounded, and ``clear_memories`` empties all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar, cast

@@ -1,7 +1,5 @@
 """Makes patterns of spec text, with errors that point at the column, and text of patterns."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable

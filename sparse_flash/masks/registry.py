@@ -1,7 +1,5 @@
 """The registry of pattern classes by name: built-in classes and the user's."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import sys

@@ -4,8 +4,6 @@ to_tiles     y[p] = x[token_at[p]]       gradient: x[t] = the sum of y at all po
 to_raster    x[t] = y[position_of[t]]    gradient: y[p] = x[token_at[p]], 0 at padding
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ UnitPattern     the rule applies to units of ``block`` tokens            butterf
 DistancePattern the rule applies to the distance between two units       strided, dilated, power_of_two
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeAlias
 

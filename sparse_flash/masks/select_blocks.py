@@ -1,14 +1,12 @@
 """Makes the tables of block maps computed at run time, and block maps of lists of blocks, on their device."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import TypeAlias
 
 import torch
 
 from ..compat.names import operator_name
-from ..compat.pytorch import in_differentiating_transform, in_function_transform, is_plain_eager, is_recorded
+from ..compat.pytorch import in_differentiating_transform, is_plain_eager, is_recorded
 from ..kernels.common.streams import current_gpu
 from .grid import BlockGrid
 from .mask_tables import MaskTables
@@ -77,10 +75,12 @@ def _(maps: torch.Tensor, within: list[torch.Tensor], kv_blocks: int) -> list[to
 def _select_both(
     maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], within: MaskTables | None = None
 ) -> list[torch.Tensor]:
-    """The tensors of both tables. within: see ``select_by_kernel``."""
+    """The tensors of both tables. within: keeps the launches of kernels."""
     if can_launch_kernel(maps):
-        room = max(2, maps.shape[0] * len(by_query.col_idx))
-        tables = select_by_kernel(maps.contiguous(), by_query, by_key, shape, room, within)
+        from ..kernels.tables.select import select_tables
+
+        room, of_splits = max(2, maps.shape[0] * len(by_query.col_idx)), (most_splits(shape[1]), most_splits(shape[0]))
+        tables = select_tables(maps.contiguous(), by_query, by_key, shape, room, (*of_splits, *split_limits()), within)
     else:
         tables = select_in_torch(maps, by_query, by_key, shape)
     return [tensor for table in tables for tensor in table]
@@ -110,7 +110,7 @@ def map_from_lists(indices: torch.Tensor, counts: torch.Tensor, shape: tuple[int
         raise ValueError(f"kv_indices must have a row for each of {shape[0]} blocks of queries; got shape {tuple(indices.shape)}")
     entry, row = (torch.arange(n, device=indices.device) for n in (indices.shape[3], shape[0]))
     listed, exists = entry < counts[..., None], (indices >= 0) & (indices < shape[1])
-    if _can_read_values(indices.device) and bool((listed & ~exists).any()):
+    if indices.device.type == "cpu" and is_plain_eager(indices) and bool((listed & ~exists).any()):
         raise ValueError(f"kv_indices must be blocks of keys, 0 to {shape[1] - 1}; got {indices[listed & ~exists][0]}")
     # Other entries go to one element past the map.
     index = torch.where(listed & exists, row[:, None] * shape[1] + indices, shape[0] * shape[1])
@@ -128,10 +128,6 @@ def by_head(name: str, kept: object, sides: str) -> torch.Tensor:
             f"{kept.dtype} of shape {tuple(kept.shape)}; compare or use .bool()"
         )
     return kept if kept.dim() == 4 else kept[None, None]
-
-
-def _can_read_values(device: torch.device) -> bool:
-    return device.type == "cpu" and not (is_recorded(device) or in_function_transform())
 
 
 def select_in_torch(maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int]) -> list[Table]:
@@ -162,16 +158,6 @@ def _select_entries(maps: torch.Tensor, table: Table) -> tuple[RowArrays, tuple[
     order = torch.argsort(new_ptr.diff(dim=-1), dim=-1, descending=True, stable=True).int()
     size = max(2, masks * listed)
     return (new_ptr, new_split.view(masks, rows, 2), order), (cols[:size], tiles[:size])
-
-
-def select_by_kernel(
-    maps: torch.Tensor, by_query: Table, by_key: Table, shape: tuple[int, int], room: int, within: object = None
-) -> list[Table]:
-    """``select_in_torch`` by kernels. room: the most blocks that all maps may keep. within: the BlockMask that keeps launches."""
-    from ..kernels.tables.select import select_tables
-
-    of_splits = most_splits(shape[1]), most_splits(shape[0]), *split_limits()
-    return select_tables(maps, by_query, by_key, shape, room, of_splits, within)
 
 
 def build_work(by_query: RowArrays, by_key: RowArrays, longest: int, k_longest: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -7,8 +7,6 @@
 This module writes text and splits it into tokens; ``parsing.py`` reads patterns from these. Nothing is ever evaluated as code.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The rows of a mask's table in taller rows, for forward kernels whose tiles of queries are taller than a block."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .coarsen import decode_parts, number_parts

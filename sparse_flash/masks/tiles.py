@@ -4,8 +4,6 @@ A tile in which each row keeps one run of columns is a *run tile*, two numbers p
 their intersections); any other is a *bit tile*.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Attends a rank's queries under each strategy, after a plan has checked the call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

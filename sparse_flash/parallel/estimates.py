@@ -1,7 +1,5 @@
 """Estimates what passes cost a rank under each strategy, and in one call or two."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

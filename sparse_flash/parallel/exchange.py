@@ -4,8 +4,6 @@ An exchange starts and ends within its operator, because waiting for a functiona
 (pytorch#168352, #179858). Meanwhile the operator attends the columns that the rank has. The host never waits.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..compat import symmetric_memory
-from .agreement import gather_objects
+from .sharding import gather_objects
 from .traffic import Traffic
 
 SWITCH = "SPARSE_FLASH_COPY_ENGINES"  # an environment variable; 0: NCCL moves everything

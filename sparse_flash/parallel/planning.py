@@ -1,13 +1,12 @@
 """Computes one rank's numbers of a plan from masks, on the host: who owns which tokens, strategies by estimated times, tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ..core.variant import check_counts
 from ..masks.block_mask import BlockMask, MaskLike, as_block_mask
 from ..selection.block_selection import BlockSelection
 from ..selection.packed_selection import PackedSelection
@@ -19,17 +18,6 @@ Strategy = Literal["blocks", "heads"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "heads"
 # The exchange of blocks under strategy "blocks" on several ranks, otherwise the mask of the rank's heads.
 Local = BlockMask | Route
-
-
-class PlanKeywords(TypedDict, total=False):
-    """Types the fields of ``PlanOptions`` as keywords."""
-
-    heads: int | None
-    kv_heads: int | None
-    block_size: int
-    strategy: Strategy | Literal["auto"]
-    link_rate: float
-    overlap: bool | None
 
 
 @dataclass(frozen=True)
@@ -45,9 +33,7 @@ class PlanOptions:
 
     def check(self, ranks: int) -> None:
         """Raises ValueError for options that are not valid."""
-        for name, value in (("heads", self.heads), ("kv_heads", self.kv_heads)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer; got {value!r}; pass {name} of the attention calls")
+        check_counts(**{name: n for name, n in (("heads", self.heads), ("kv_heads", self.kv_heads)) if n is not None})
         if self.kv_heads and (not self.heads or self.heads % self.kv_heads):
             raise ValueError(
                 f"kv_heads must divide heads; got {self.kv_heads} and {self.heads}; pass the numbers of the attention calls"

@@ -1,9 +1,8 @@
 """Counts the pieces that ranks send each other in an exchange. All numbers are on the host, and the same on all ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -71,7 +70,7 @@ class Traffic:
         return order
 
     @cached_property
-    def reverse(self) -> Traffic:
+    def reverse(self) -> Self:
         """Returns the exchange in which every piece goes back to its sender, in the order of arrival."""
         to_one_rank = np.eye(len(self.wanted), dtype=bool)
-        return Traffic([np.repeat(to_one_rank, counts, axis=1) for counts in self.pieces.T], self.rank)
+        return type(self)([np.repeat(to_one_rank, counts, axis=1) for counts in self.pieces.T], self.rank)

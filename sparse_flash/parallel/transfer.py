@@ -1,9 +1,7 @@
 """Packs blocks into messages between ranks, starts exchanges, and waits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 from torch import Tensor
@@ -48,7 +46,7 @@ class Message(NamedTuple):
     memory: PeerMemory | None
 
     @classmethod
-    def allocate(cls, like: Tensor, traffic: Traffic, route: Route) -> Message:
+    def allocate(cls, like: Tensor, traffic: Traffic, route: Route) -> Self:
         """Returns a message of uninitialized pieces in shape and dtype of the pieces of ``like``, (pieces, *piece). Collective."""
         piece = like.shape[1:]
         piece_bytes = piece.numel() * like.element_size()

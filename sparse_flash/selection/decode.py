@@ -1,7 +1,5 @@
 """Decoding over picked blocks, by a kernel or in PyTorch operations of fixed shapes, which read no other blocks of the cache."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
-from ..core import hopper
+from ..core import hopper, operators
 from ..core import triton as triton_backend
 from ..core.caches import E4M3, cache_capacity, check_read_pages, dequantized
 from ..core.description import Call
@@ -65,9 +63,7 @@ _SCHEMA = (
 _decode_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _decode, mutates_args=(), schema=_SCHEMA)
 
 
-@_decode_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
-    return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+_decode_operator.register_fake(operators.fake_results)
 
 
 def decode_by_operations(

@@ -1,8 +1,6 @@
 """Attention over picked blocks on Hopper GPUs (H100, H200): like ``triton``, except that the two kernels which gather queries by
 key block are written for these chips."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -12,8 +12,6 @@ numbers. A back end is a module of this package with
 with shapes as for the back ends of masks (``core/backends``). Gradients repeat bit for bit, whether asked or not.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -26,7 +24,6 @@ from ..core import backends, operators
 from ..core.description import Call
 from ..core.operators import define_operator, prepare_upstream
 from ..core.results import QueryRows, compute_dtype
-from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
 from . import hopper, reference, triton
 from . import torch as selection_torch
@@ -88,9 +85,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Te
     return chosen.forward(q, k, v, selection, scale)
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *call: *_Call) -> tuple[Tensor, Tensor]:
-    return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+_forward.register_fake(operators.fake_results)
 
 
 @define_operator(

@@ -4,8 +4,6 @@ where each document starts in a new block: there picks of a document's blocks ar
 Tensor operations of fixed shapes: on a GPU nothing synchronizes with the host.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,10 +1,8 @@
 """``topk_blocks`` for each query: by queries and keys, compressed keys or given scores, of one sequence or packed documents."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,7 +32,7 @@ class QueryChoice:
     score: str = "mean"
 
     @classmethod
-    def from_arguments(cls, arguments: Mapping[str, Any]) -> QueryChoice:
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
         """Raises TypeError or ValueError for arguments that ``topk_blocks`` does not take by query."""
         made = cls(**{name: value for name, value in arguments.items() if (name, value) != ("every", 1)})
         keep, block_size = check_choice(made.keep, made.block_size, made.score)

@@ -1,7 +1,5 @@
 """Attention over picked blocks by the oracle of ``core/reference``; masses of blocks by the back end ``torch`` in float64."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

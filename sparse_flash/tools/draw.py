@@ -1,7 +1,5 @@
 """Pictures of masks: text for a terminal, and PNG or SVG files. A picture is an array of cells, each a share of kept pairs."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil
@@ -15,7 +13,7 @@ import numpy as np
 
 from ..compat.extras import naming_extra
 from ..masks.block_mask import BlockMask
-from .subject import resolve_mask
+from . import resolve_mask
 
 DEFAULT_LEN = 4096
 _MOST_DENSE_PAIRS = 1 << 24  # masks of up to this many pairs are drawn from their tokens

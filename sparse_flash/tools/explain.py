@@ -1,7 +1,5 @@
 """Computes what a mask costs and what it can see, as numbers from its lookup table, which may be of a million tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ from ..core.variant import check_counts
 from ..kernels.common.config import padded_head_dim
 from ..masks.block_mask import BlockMask
 from ..masks.pattern import Pattern
-from .subject import resolve_mask
+from . import resolve_mask
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
 MOST_UNITS = 1024
@@ -204,11 +202,6 @@ def _count_memory(mask: BlockMask, sizes: _CallSizes, backend: str) -> dict[str,
 def forward_flops(head_dim: int, v_head_dim: int) -> int:
     """Counts the floating-point operations of a kept pair's score and of its term of out."""
     return 2 * (head_dim + v_head_dim)
-
-
-def backward_flops(head_dim: int, v_head_dim: int) -> int:
-    """Counts the operations for a pair's score, recomputed, the gradient of its weight, and its terms of dq, dk and dv."""
-    return 2 * (3 * head_dim + 2 * v_head_dim)
 
 
 def share_text(share: float) -> str:

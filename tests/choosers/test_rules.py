@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import DEVICE
 
-from sparse_flash.choosers import rules_kernels, rules_torch
+from sparse_flash.choosers import choose, rules_torch
 from sparse_flash.core import backends
 from sparse_flash.masks import chooser as choosers
 
@@ -65,14 +65,14 @@ def by_kernel(scores, allowed, forced, rule, number, before=None, first=0):
     batch, heads, count, blocks = scores.shape
     pad = (0, 0, first, 0)
     limits = rules_torch.Limits(
-        *(torch.nn.functional.pad(rules_kernels.pack_block_bits(x), pad) for x in (allowed, forced)),
+        *(torch.nn.functional.pad(choose.pack_block_bits(x), pad) for x in (allowed, forced)),
         torch.nn.functional.pad(allowed.sum(1), (first, 0)),
         {},
     )
     bits = torch.zeros(batch, heads, first + count, -(-blocks // 32), dtype=torch.int32, device=DEVICE)
     if before is not None:
-        bits |= rules_kernels.pack_block_bits(torch.from_numpy(before).to(DEVICE))
-    rules_kernels.write_kept_blocks(scores, limits, bits, first, rule, number, adds=before is not None)
+        bits |= choose.pack_block_bits(torch.from_numpy(before).to(DEVICE))
+    choose._add_kept_blocks(bits, scores, limits, first, (rule, number), before is not None)
     return unpacked(bits, blocks)
 
 

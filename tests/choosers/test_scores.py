@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import DEVICE
 
 import sparse_flash as sf
-from sparse_flash.choosers import choose, features, rules_kernels
+from sparse_flash.choosers import choose, features
 from sparse_flash.masks.grid import BlockGrid
 
 parametrize = pytest.mark.parametrize
@@ -58,7 +58,7 @@ def test_scores_are_those_of_the_docstring_however_many_logits_are_held(
     starts = starts and [min(start, lengths[1] - 1) for start in starts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "_HELD", held)
-        patch.setattr(rules_kernels, "MOST_BYTES", held)
+        patch.setattr(choose, "_MOST_BYTES", held)
         found, _ = scores(chooser, content_of(chooser, q, k, causal, scale, starts))
     wanted = chosen.scores_of(chooser, q, k, causal=causal, scale=scale, starts=starts)
     near = {torch.float64: 1e-6, torch.float32: 2e-5}.get(dtype, 60 * torch.finfo(dtype).eps)
@@ -89,7 +89,7 @@ def test_kernels_score_as_operations_do(chooser, lengths, heads, causal, starts,
     content = content_of(chooser, q, k, causal, starts=starts, ends=ends, q_ends=q_ends)
     wanted, _ = scores(chooser, content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules_kernels, "MOST_BYTES", held)
+        patch.setattr(choose, "_MOST_BYTES", held)
         found, ranges = scores(chooser, content, True)
     assert ranges == content.grid.q_blocks or held > 1
     assert found.dtype == torch.float32 and found.shape == wanted.shape

@@ -88,7 +88,7 @@ SPARSE = {
 @parametrize("name", SPARSE)
 def test_blocks_of_a_table_are_right_where_each_call_takes_few(monkeypatch, name):
     pattern, q_len, kv_len, size, options = SPARSE[name]
-    for limit, value in (("_WIDEST", 3 * size), ("_GATHERED", 1), ("_SLICE", 64), ("_ALIKE", 2)):
+    for limit, value in (("_WIDEST", 3 * size), ("_GATHERED", 1), ("_ALIKE", 2)):
         monkeypatch.setattr(aten_cpu, limit, value)
     check("torch", pattern, q_len, kv_len, **{"heads": 4, "block_size": size, "lse_gradient": False} | options)
 

@@ -69,7 +69,6 @@ MADE_ON_THE_HOST = {
     "from_dense": lambda kept: sf.BlockMask.from_dense(kept, 16),
     "per_head": lambda kept: sf.BlockMask.per_head(["causal", "local(3)"], 40),
     "transpose": lambda kept: OF_40.transpose(),
-    "in_blocks_of": lambda kept: OF_40.in_blocks_of(32),
     "select": lambda kept: OF_40.select(0),
     "to_dense": lambda kept: sf.BlockMask.from_blocks(OF_40.to_dense()[::16, ::16], 16, 40, 40),
     "block_states": lambda kept: sf.BlockMask.from_blocks(OF_40.block_states() > 0, 16, 40, 40),

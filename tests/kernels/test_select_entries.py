@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from oracle import DEVICE, heavy_rows_split
 
 import sparse_flash as sf
-from sparse_flash.choosers.rules_kernels import pack_block_bits
+from sparse_flash.choosers.choose import pack_block_bits
+from sparse_flash.masks import select_blocks
 from sparse_flash.masks.block_mask import resolve_within
 from sparse_flash.masks.grid import BlockGrid
-from sparse_flash.masks.select_blocks import select_by_kernel, select_in_torch
+from sparse_flash.masks.table import Table
 
 LONG_ROWS = {"lengths": (16 * 5, 16 * 50), "size": 16, "masks": 2, "density": 0.5, "bits": True, "seed": 0, "step": 16}
 
@@ -39,10 +40,11 @@ def test_kernels_select_the_entries_that_operations_select(within, lengths, size
     grid = BlockGrid(*lengths, size)
     maps = (torch.rand(masks, *grid.shape, generator=torch.Generator().manual_seed(seed)) < density).to(DEVICE)
     limit = resolve_within(within, grid, maps.device)
-    room = masks * len(limit.by_query.col_idx)
     with heavy_rows_split(), mock.patch.object(select, "_TOGETHER", step or select._TOGETHER):
-        wanted = select_in_torch(maps, limit.by_query, limit.by_key, grid.shape)
-        found = select_by_kernel(pack_block_bits(maps) if bits else maps, limit.by_query, limit.by_key, grid.shape, room)
+        wanted = select_blocks.select_in_torch(maps, limit.by_query, limit.by_key, grid.shape)
+        with mock.patch.object(select_blocks, "can_launch_kernel", lambda maps: True):
+            made = select_blocks._select_both(pack_block_bits(maps) if bits else maps, limit.by_query, limit.by_key, grid.shape)
+    found = Table(*made[: len(made) // 2]), Table(*made[len(made) // 2 :])
     for ours, theirs in zip(found, wanted, strict=True):
         count = int(theirs.row_ptr[-1, -1])
         assert count or not step

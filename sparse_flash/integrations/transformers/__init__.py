@@ -10,8 +10,6 @@ docs/guides/hugging-face.md.
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

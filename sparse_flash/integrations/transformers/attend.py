@@ -1,8 +1,6 @@
 """Calls of a switched model: a rank's share of its inputs, and the attention of each layer, which Transformers' attention interface
 requests and ``sparse_flash.attention`` computes."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,8 +18,9 @@ from ...api.varlen import attention_varlen
 from ...compat.names import NAMESPACE
 from ...compat.pytorch import assert_in_graph
 from ...core.definition import with_sinks
+from ...core.results import merge_results
 from ...decoding.arguments import MAX_QUERIES
-from ...decoding.masks import can_decode, is_decode_step
+from ...decoding.masks import can_decode
 from ...masks.block_mask import BlockMask
 from ...masks.parsing import parse
 from ...masks.pattern import PerBatch, PerEntry
@@ -257,9 +256,11 @@ def _attend_runs(call: LayerCall, runs: Sequence[tuple[int, ...]], chosen: torch
 def _can_decode_rows(call: LayerCall) -> bool:
     """Whether ``attention_decode`` supports the call, whose sequences may have padding before them."""
     model_mask = call.model_mask
-    if call.dropout or call.softcap is not None or model_mask.kept_pairs is not None:
+    if call.dropout or call.softcap is not None or model_mask.kept_pairs is not None or isinstance(call.kept, BlockMask):
         return False
-    if not is_decode_step(call.query, call.key, call.kept) or (model_mask.first_key_position and call.needs_positions()):
+    if torch.compiler.is_compiling() or not can_decode(call.query, call.key):
+        return False
+    if model_mask.first_key_position and call.needs_positions():
         return False
     if model_mask.key_starts is None:
         return True
@@ -349,9 +350,7 @@ def _attend_chosen_run(call: LayerCall, picks: torch.Tensor) -> torch.Tensor:
     if selection is None:
         return out.masked_fill(without[..., None], 0.0)
     more, log = attention(call.query, call.key[:, :, apart:], call.value[:, :, apart:], selection, **options)
-    lse, lowest = lse.masked_fill(without, float("-inf")), torch.finfo(lse.dtype).min
-    share = torch.sigmoid(lse.clamp(min=lowest) - log.clamp(min=lowest))[..., None]
-    return more.to(lse.dtype).lerp(out.to(lse.dtype), share).to(out.dtype)
+    return merge_results(out, lse.masked_fill(without, float("-inf")), more, log)[0].to(out.dtype)
 
 
 def _attend_packed(call: LayerCall, cu_seqlens: torch.Tensor) -> torch.Tensor:

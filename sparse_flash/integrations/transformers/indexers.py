@@ -1,8 +1,6 @@
 """Indexers of layers whose queries choose blocks of keys (MiniMax-M3). Switched ones return vectors, by which attention chooses on
 kernels; the model's code would hold a score of each query and key."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Finds the self-attention modules of a model, and what a plan certainly cannot shard."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable

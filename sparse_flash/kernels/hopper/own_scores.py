@@ -39,17 +39,8 @@ def refusal(score_mod, dtypes: tuple[torch.dtype, ...]) -> str | None:
     if unknown := [dtype for dtype in dtypes if dtype not in _TYPES]:
         return f"it does not read score_params of {unknown[0]}"
     pointers = tuple(f"*{_TYPES[dtype]}" for dtype in dtypes)
-    signature = {
-        "scores": "*fp32",
-        "batch": "i32",
-        "head": "i32",
-        "params": pointers,
-        "SCORE": "constexpr",
-        "DERIVATIVE": "constexpr",
-    }
-    constants = {"SCORE": score_mod.triton, "DERIVATIVE": score_mod.derivative}
-    if not pointers:
-        signature["params"], constants["params"] = "constexpr", None
+    constants = {"SCORE": score_mod.triton, "DERIVATIVE": score_mod.derivative} | ({} if pointers else {"params": None})
+    signature = {"scores": "*fp32", "batch": "i32", "head": "i32", "params": pointers} | dict.fromkeys(constants, "constexpr")
     try:
         triton.compile(GluonASTSource(own_scores_kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=FUSED)
     except CompilationError as error:

@@ -204,20 +204,9 @@ def quantize_operands(q, k, v, scale: float, recording) -> Operands:
     kv_batch_heads = batch * kv_heads
     launch(summarize_kernel, 2 * kv_batch_heads * chunks, *summarized, summary, kv_heads, chunks, kv_len, DIM=dim)
     launch(scale_kernel, 2 * kv_batch_heads, summary, mean, scales, kv_batch_heads, chunks, kv_len, DIM=dim)
-    tail = heads // kv_heads, q_len, q_blocks, scale
-    launch(
-        quantize_queries_kernel,
-        batch * heads * -(-q_blocks // ROUNDED.value),
-        queries,
-        to_q,
-        operands.of_q,
-        mean,
-        operands.lse,
-        heads,
-        *tail,
-        DIM=dim,
-        TILE=QUERIES,
-    )
+    programs = batch * heads * -(-q_blocks // ROUNDED.value)
+    rounded = queries, to_q, operands.of_q, mean, operands.lse
+    launch(quantize_queries_kernel, programs, *rounded, heads, heads // kv_heads, q_len, q_blocks, scale, DIM=dim, TILE=QUERIES)
     programs = kv_batch_heads * -(-kv_tiles // ROUNDED.value)
     launch(quantize_keys_kernel, programs, keys, to_k, operands.of_k, mean, kv_heads, kv_len, kv_tiles, DIM=dim, TILE=KEYS)
     programs = kv_batch_heads * kv_tiles
