@@ -7,8 +7,6 @@ Rows are calls as a model's layer makes them, with and without gradients; only t
 documents have 273 tokens on average.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

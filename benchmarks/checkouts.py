@@ -10,8 +10,6 @@ alternating order. A pass is a CUDA graph, replayed with a cold L2 cache. The fi
 Results whose norms differ from the base's by more than 0.2 % are named. Writes checkouts.json after every row.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

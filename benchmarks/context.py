@@ -12,8 +12,6 @@ of over 2 s are timed once. Rank 0 writes context.json after each way.
 The process group and its time-out are the command's own: a rank that fails in a way alone ends the run after 150 s.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

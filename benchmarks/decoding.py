@@ -9,8 +9,6 @@ against float64 attention over the numbers before they became e4m3. What fails i
 after every row.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

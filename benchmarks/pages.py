@@ -7,8 +7,6 @@ KIND: "peers", all peers of ``bench --suite peers``; "ranges", ratios to the fas
 compares the pages with the files.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -13,8 +13,6 @@ Peers, dense and causal, their inputs rounded beforehand: FlashAttention-3's FP8
 cuDNN writes e4m3 only, and its errors have that rounding too. Under random blocks, cuDNN's block-sparse attention in FP8.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass

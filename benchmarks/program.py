@@ -1,7 +1,5 @@
 """Options and files of rows, for the programs that measure."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``sf.bench``: the speed of masks at a user's sizes, as values. Writes no files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loop: choose cases, measure the missing ones, keep each result, draw."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterable

@@ -12,8 +12,6 @@ Each result is compared with float64 attention at sampled queries, gradients too
 heads, backward 2.5 times that. Writes selection.json.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial

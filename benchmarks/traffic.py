@@ -8,8 +8,6 @@ multiprocessor; DRAM is read less often, as the L2 cache holds what is read agai
 Compute (``ncu``), which empties the caches before it counts. Writes traffic.json, traffic.png and traffic-dark.png.
 """
 
-from __future__ import annotations
-
 import csv
 import shutil
 import subprocess

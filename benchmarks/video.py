@@ -22,8 +22,6 @@ peers. Dense attention has the tokens of the model's own grid.
 A case that is missing or fails is a row with the reason. Writes video.json after each row. Exits with 1 if a result is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

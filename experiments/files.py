@@ -1,7 +1,5 @@
 """What the experiments share: files that are whole at any time, results, names that must be known, tables on a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator

@@ -3,8 +3,6 @@
 A file is JSON: {"setup": what all rows have in common, "rows": a dict for each row, with its name as "row"}.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import platform

@@ -1,7 +1,5 @@
 """A peer: a way to compute attention for a problem, or the reason why it cannot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module

@@ -14,8 +14,6 @@ The knob is the setting by which a package keeps more or less. Packages that wan
 ones, made before anything is timed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Ways to divide one sequence over the ranks of a mesh: ours, by strategy, and others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """cuDNN's flex attention: intervals of keys for each query, compiled into a plan (nvidia-cudnn-frontend 1.32)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

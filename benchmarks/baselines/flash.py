@@ -1,7 +1,5 @@
 """FlashAttention-3 and -4. Their kernels work on (batch, tokens, heads, head_dim), and documents on (tokens, heads, head_dim)."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from functools import cache

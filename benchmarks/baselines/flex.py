@@ -1,7 +1,5 @@
 """PyTorch's FlexAttention, compiled, with the same table of blocks as ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce

@@ -1,7 +1,5 @@
 """Block-sparse attention of full blocks: NVIDIA's, of cuDNN's frontend, and FastVideo's, whose blocks may lack their last keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The peers by name. Two of them need little code and are here: sparse_flash itself and PyTorch's dense attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention over key blocks that each query picked: ours, and a library that trains it, called as its users call it."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Gradients are checked with an incoming gradient that is zero except at the sampl
 dV, for every key, depend only on the sampled rows of the score matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Times a row's baselines again right before and after the row, because a machine's speed drifts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

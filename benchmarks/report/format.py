@@ -1,7 +1,5 @@
 """Numbers in tables: about three digits, an empty cell for a missing measurement, a mark for an unreliable one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..measure import noise

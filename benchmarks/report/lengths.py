@@ -1,7 +1,5 @@
 """Tables against length, from only the JSON: of the length suite, and of arXiv:2205.14135, App. E.6, by variant."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import log2
 

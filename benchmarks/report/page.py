@@ -1,7 +1,5 @@
 """One self-contained HTML page from only the JSON: tables, plots, environment, method."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables of our speed and the peers', with ratios to the best peer of the same run."""
 
-from __future__ import annotations
-
 from .format import add_notes, mark_doubtful, number, spread_text
 from .rows import ReportTable, Row, retimed_rivals, rows
 

@@ -1,7 +1,5 @@
 """PNG plots from only the JSON, each in a light and a dark version."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Tables from only the JSON; the terminal and the report print the same ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..measure.noise import doubts

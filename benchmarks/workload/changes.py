@@ -1,7 +1,5 @@
 """Changes of a call besides its mask: learned sinks, changes of scores, documents back to back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

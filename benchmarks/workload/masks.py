@@ -1,7 +1,5 @@
 """The masks of the suites' rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import isqrt, log
 

@@ -1,7 +1,5 @@
 """Queries and keys whose attention looks like a pretrained model's: heads differ in what they attend to, and in how sharply."""
 
-from __future__ import annotations
-
 import torch
 
 from .cases import Shape

@@ -1,7 +1,5 @@
 """A peer's task: tensors, and the mask in both of its forms."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache

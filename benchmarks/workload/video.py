@@ -1,7 +1,5 @@
 """Video transformers of diffusers with random weights, what computes their self-attention, and windows on their grids."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ python -m experiments.choosers measure MODEL --rows dense --rows "sampled(8) flo
 python -m experiments.choosers draw runs/choosers.json
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Measures rows: the rule's number, what layers keep, loss, and retrieval."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

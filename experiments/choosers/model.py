@@ -1,7 +1,5 @@
 """The model, and attention of its layers under any expression."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

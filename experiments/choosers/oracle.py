@@ -1,7 +1,5 @@
 """A chooser that reads the exact softmax mass, at the price of dense attention: what an exact choice loses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

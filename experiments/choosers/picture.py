@@ -1,7 +1,5 @@
 """The picture: loss and retrieval against the blocks that are kept."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Says what a row of results is like."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import mean
 

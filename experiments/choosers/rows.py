@@ -1,7 +1,5 @@
 """The rows that are compared. A row is one expression for all layers, except some dense ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .. import row_files

@@ -1,7 +1,5 @@
 """Tables in Markdown: one of all rows, and the tables of docs/guides/choosers.md."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 """Texts that every installation of Python and PyTorch has, and needles in them. Tuning texts and test texts are different files or
 different topics."""
 
-from __future__ import annotations
-
 import ast
 import random
 import sysconfig

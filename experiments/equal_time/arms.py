@@ -1,7 +1,5 @@
 """The arms of the comparison, their seeds and their tuned settings."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ python -m experiments.equal_time run-missing --out runs/equal_time     # of the 
 python -m experiments.equal_time report runs/equal_time/*.json
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Held-out loss of a model by position, on the same windows whatever the model's own length."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise

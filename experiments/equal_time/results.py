@@ -1,7 +1,5 @@
 """Combines the results of runs: differences with their errors, times to a loss, a table and pictures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

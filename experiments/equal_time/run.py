@@ -1,7 +1,5 @@
 """Times one arm, trains it for a number of seconds, and evaluates it. The result is a dictionary that JSON holds."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 import tempfile

@@ -3,8 +3,6 @@
 With the optimizer's state it is three times as large as the parameters alone, which are enough for ``--start``.
 """
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import asdict
 from pathlib import Path

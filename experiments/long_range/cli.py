@@ -9,8 +9,6 @@ python -m experiments.long_range train --task pathfinder --size 32 --attention b
 python -m experiments.long_range train --task pathfinder --size 64 --start runs/path-32 --minutes 10 --out runs/path-64
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

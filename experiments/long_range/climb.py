@@ -4,8 +4,6 @@ Whether the first run leaves 50 % is luck (docs/evidence.md), so several seeds t
 ``CHECK_AFTER`` of its time ends, and the next seed begins. The runs' folders say how far a climb is, so the same call goes on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

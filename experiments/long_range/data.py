@@ -9,8 +9,6 @@ A prepared folder holds
 It is complete once manifest.json is there, which is written last. A piece depends on the seed, the split and its number alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator

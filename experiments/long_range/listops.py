@@ -5,8 +5,6 @@ operator on two or more expressions. Expressions of a wrong length are dropped. 
 middle two, rounded down; SM is the sum modulo 10.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Callable

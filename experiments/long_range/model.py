@@ -1,7 +1,5 @@
 """An encoder for sequences with one label: the blocks of train_lm, in both directions, with learned positions of each axis."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import nn

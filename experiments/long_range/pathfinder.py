@@ -10,8 +10,6 @@ are at nearly the same positions and whose paths leave them in nearly the same d
 that match worst are dropped.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar

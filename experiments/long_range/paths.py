@@ -4,8 +4,6 @@ Positions are (row, column) in pixels; the middle of the first pixel is (0, 0). 
 after it. It keeps its distance at ``POINTS`` points, evenly spaced from its start to its end, and is passed around as these points.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

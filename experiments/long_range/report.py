@@ -1,7 +1,5 @@
 """Output of runs: a progress bar, CSV files, plots and tables."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The masks that are compared, and how far each lets information travel."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise

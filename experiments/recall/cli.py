@@ -5,8 +5,6 @@ python -m experiments.recall train window --preset 64K --seconds 60 --seed 0 --s
 python -m experiments.recall plot runs/recall/*.json
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Right answers by distance, and by how many hops a mask needs."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """train_lm's decoder with pairs embedded together, and with blocks that are chosen by content."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

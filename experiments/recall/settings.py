@@ -1,7 +1,5 @@
 """Settings of a trial, their presets and checks, and its curriculum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import sparse_flash as sf

@@ -5,8 +5,6 @@ log-uniform here, from near ones, which every mask lets a model learn from, to a
 again and again, a bounded way after the last time: a token that is asked knows which answer it must hold for the next one.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A trial: training within a budget of steps or seconds, then evaluation."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ python -m experiments.selection_layers                                 # all of 
 python -m experiments.selection_layers dense nsa --preset 64K          # on a GPU
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated
 

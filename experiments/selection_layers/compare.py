@@ -1,7 +1,5 @@
 """The layers that are trained, their sizes, and how many pairs they attend to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

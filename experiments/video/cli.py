@@ -7,8 +7,6 @@ python -m experiments.video measure --rows dense --rows "window*"
 python -m experiments.video draw runs/video/results.json
 """
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

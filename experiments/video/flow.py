@@ -3,8 +3,6 @@
 The first ``given`` frames are the condition: they are never noised, and their velocity counts for nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Masks of the model's layers, by a name and the share of tiles that the mask keeps."""
 
-from __future__ import annotations
-
 import torch
 
 import sparse_flash as sf

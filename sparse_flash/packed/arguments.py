@@ -1,7 +1,5 @@
 """Checks the arguments of ``attention_varlen``: packed tensors and the bounds of their documents."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

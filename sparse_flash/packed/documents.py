@@ -1,8 +1,6 @@
 """Packed documents: where their tokens are, and the axis on which each document starts in a new block. PyTorch operations of fixed
 shapes: on a GPU nothing synchronizes with the host."""
 
-from __future__ import annotations
-
 from operator import index
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ one or several documents, keeps a block of keys fully if all of its runs cover i
 which bounds the tiles for any lengths. On a GPU nothing synchronizes with the host.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import torch

@@ -1,7 +1,5 @@
 """What is made of packed documents, kept while their cu_seqlens live unchanged: for all layers and both passes of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar

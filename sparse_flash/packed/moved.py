@@ -5,8 +5,6 @@ block of keys has a new tile if it ends inside. If queries and keys differ in nu
 block as their first position lies within one. PyTorch operations of fixed shapes: on a GPU nothing synchronizes with the host.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

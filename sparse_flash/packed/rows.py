@@ -1,7 +1,5 @@
 """Documents on an axis with as many rows for each: for calls whose options depend on positions in a document."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

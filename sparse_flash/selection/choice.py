@@ -4,8 +4,6 @@ So no pick depends on a later token. The choice is an operator, so activation ch
 chooses (``selection/kernels/pick_blocks``), elsewhere PyTorch operations. Neither holds the scores of all queries.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
