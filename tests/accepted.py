@@ -1,7 +1,5 @@
 """Finds inputs that a back end accepts, by asking its ``supports``: for tests in which any will do, and for properties."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

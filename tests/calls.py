@@ -3,8 +3,6 @@
 A new entry point is one function here: from ``Sizes`` to a ``Call``. ``test_modes.py`` and ``test_properties.py`` then cover it.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace

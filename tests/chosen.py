@@ -1,7 +1,5 @@
 """Draws of choosers and rules, and their meaning in float64 and plain Python, from their docstrings."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

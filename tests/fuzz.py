@@ -11,8 +11,6 @@ Calls run in separate processes, and each is announced before it is launched: on
 costs only that process. Exit status: 0, 1 if anything was wrong, 2 if the back end cannot run here.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

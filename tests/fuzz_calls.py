@@ -4,8 +4,6 @@ Seeds of one group, ``seed // CALLS_PER_MASK``, share a mask, because compiling 
 a call. The ideas are from ``strategies``; hypothesis itself would take most of the time.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from contextlib import nullcontext

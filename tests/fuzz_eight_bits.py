@@ -1,7 +1,5 @@
 """Random small calls in ``precision="fp8"``, for ``fuzz.py``: against its definition, under the masks of ``fuzz_calls``."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Random small calls on key blocks chosen by query, for ``fuzz.py``: forward and backward against the oracle."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

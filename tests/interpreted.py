@@ -6,8 +6,6 @@ find one in, a tenth of the rest; they never change. And it computes whether int
 without ``debug``. Half of what then remains describes the type and shape of each result anew; all tensors of a type share these.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from types import SimpleNamespace
 

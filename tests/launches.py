@@ -5,8 +5,6 @@ and of calls, and no constant is written down twice. They are processes of their
 be compiled.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections import defaultdict
 from collections.abc import Callable

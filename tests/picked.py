@@ -1,7 +1,5 @@
 """Picks of key blocks to test with, and what they keep by definition."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -6,8 +6,6 @@ Between them they have full, run and bit tiles, empty, full and split rows, cut 
 for NaN; the tests check whether they are right.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

@@ -4,8 +4,6 @@ Compare its lines before and after a change that should not affect the compiled 
     python tests/sm90.py [GROUP ...]     attention, decoding, selections, choices, choosers, merges, packed; all by default
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

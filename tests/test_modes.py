@@ -1,7 +1,5 @@
 """Every entry point in every mode in which PyTorch runs code: a new mode is one test here, over all of ``calls.ENTRIES``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

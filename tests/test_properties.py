@@ -1,7 +1,5 @@
 """What holds for every entry point, whatever it is called with: a new property is one test here, over all of ``calls.ENTRIES``."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from itertools import pairwise

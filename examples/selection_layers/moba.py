@@ -6,8 +6,6 @@ head chooses for itself; the own block is always kept, up to the query, and coun
 Not as in the paper: no layers of dense attention among these, and no change to dense attention late in training.
 """
 
-from __future__ import annotations
-
 import sparse_flash as sf
 from examples.train_lm.model import Positions
 

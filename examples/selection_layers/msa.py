@@ -7,8 +7,6 @@ Unlike in the paper, the divergence compares the masses of picked blocks, not of
 dense attention: recall's first sequences are short enough that all blocks are picked.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

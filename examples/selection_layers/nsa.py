@@ -7,8 +7,6 @@ Not as in the paper: compressed blocks do not overlap and are the blocks that ar
 then the mean; the own block is always kept, but the first and the one before are not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

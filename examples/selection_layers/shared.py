@@ -1,7 +1,5 @@
 """The common parts of the layers: sizes, attention in train_lm's decoder, and a loss that a layer adds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

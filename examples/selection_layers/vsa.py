@@ -12,8 +12,6 @@ Not as in the paper: a tile's own tile is always kept, and counts among ``keep``
 own tokens. Tokens beside the video, such as text, are refused.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -4,8 +4,6 @@ A checkpoint is a folder ``step-0000100``: DCP's files, and run.json with the se
 under another name and renamed once every byte is on the disk, so whatever ends the program leaves the last one whole.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

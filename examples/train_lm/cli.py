@@ -5,8 +5,6 @@ python -m examples.train_lm train --preset 150M --mask "causal & (local(1024) | 
 torchrun --nproc-per-node 4 -m examples.train_lm train --preset 1B --parallel fsdp --length 65536
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Measures what a training step costs: its time, memory and utilization on random tokens, by mask and length."""
 
-from __future__ import annotations
-
 import gc
 import json
 import statistics

@@ -1,7 +1,5 @@
 """Loss by position, at any length, also beyond the trained one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path

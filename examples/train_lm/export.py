@@ -1,7 +1,5 @@
 """Writes a checkpoint as a Hugging Face model: weights, config, the file that defines it, the tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

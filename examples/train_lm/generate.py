@@ -1,7 +1,5 @@
 """Text from a checkpoint: the prompt in one pass, then token by token through ``sf.attention_decode``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

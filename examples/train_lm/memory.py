@@ -1,7 +1,5 @@
 """Estimates the memory that a run takes before it starts, and counts the arithmetic of a step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 

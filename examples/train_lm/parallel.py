@@ -1,7 +1,5 @@
 """One process or several (``torchrun``): groups, DDP and FSDP2, sums over ranks, sequences over several ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

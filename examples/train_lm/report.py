@@ -1,7 +1,5 @@
 """Shows a run: a progress bar, CSV files, TensorBoard, plots."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

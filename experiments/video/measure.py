@@ -1,7 +1,5 @@
 """Measures rows: videos of held-out scenes, against the truth and against dense attention's from the same noise."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator

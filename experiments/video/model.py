@@ -1,7 +1,5 @@
 """A diffusion transformer (arXiv:2212.09748) over the patches of a video, in tile order, whose layers attend under any mask."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

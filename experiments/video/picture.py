@@ -1,7 +1,5 @@
 """The picture: frames of some rows."""
 
-from __future__ import annotations
-
 import base64
 import io
 from pathlib import Path

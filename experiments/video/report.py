@@ -1,7 +1,5 @@
 """Results: rows in order, and the table that is made of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path

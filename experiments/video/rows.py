@@ -1,7 +1,5 @@
 """The models that are trained, and the rows that are compared."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .masks import BY_SHARE, SHARES, VSA

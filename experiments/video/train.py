@@ -1,7 +1,5 @@
 """Trains one model, and writes a file with the mean weights of late steps (EMA)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Exchanges through memory that all ranks read. On CPUs files take the place of the GPUs' memory."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import warnings

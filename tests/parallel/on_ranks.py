@@ -2,8 +2,6 @@
 
 A function returns its relative differences from one process, and asserts what else it promises."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

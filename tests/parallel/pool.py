@@ -1,8 +1,6 @@
 """A pool of processes, one for each rank, that run any importable function: a gloo group on the CPU, or with RANKS_DEVICE=cuda an
 NCCL group with a GPU for each rank. RANKS_PATIENCE: seconds that a function may take; then each rank writes where it is."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import traceback
