@@ -10,8 +10,6 @@ A call has a part for each stored mask (``_Part``), with the units that use it: 
 chunks of some units and query blocks, and a chunk in pieces of some key blocks (``_Loop.chunks``).
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -40,7 +38,7 @@ _LN_2 = 0.6931471805599453
 _TILE_PAIRS = 1 << 23  # up to so many pairs, mask tiles are stored decoded; otherwise they are decoded on use
 _KEPT_ENTRIES, _KEPT_PAIRS = 1 << 18, 1 << 20  # limits of masks whose host tables are cached: some megabytes each
 # By mask and dtype, while the mask lives.
-_known_tables: WeakKeyDictionary[BlockMask, dict[torch.dtype, _HostTables]] = WeakKeyDictionary()
+_known_tables: WeakKeyDictionary[BlockMask, dict[torch.dtype, "_HostTables"]] = WeakKeyDictionary()
 register_clear(_known_tables.clear)
 
 
@@ -420,7 +418,7 @@ class _Part:
     """The (batch, key head) units that use one stored mask. units: (n,) int64 indices into batch * kv_heads, or a slice of all.
     members: the slice of query heads within each unit's group, whose rows are stacked, so that keys are read once for all."""
 
-    def __init__(self, loop: _Loop, units, members: slice, kv_heads: int):
+    def __init__(self, loop: "_Loop", units, members: slice, kv_heads: int):
         self.loop, self.units, self.members, self.kv_heads = loop, units, members, kv_heads
 
     def batch_heads(self, q):
@@ -472,7 +470,7 @@ def _split_by_mask(q, k, mask) -> list[_Part]:
     ]
 
 
-def _host_tables(mask, dtype: torch.dtype) -> _HostTables:
+def _host_tables(mask, dtype: torch.dtype) -> "_HostTables":
     tiles = sum(len(t) for t in mask.tiles) * mask.block_size**2
     # Tables on a GPU are not cached: a CUDA graph may rewrite them.
     if mask.device.type != "cpu" or len(mask.by_query.col_idx) > _KEPT_ENTRIES or tiles > _KEPT_PAIRS:

@@ -1,12 +1,10 @@
 """What a call does besides its mask: lengths, dropout, changes of scores. One value, passed from the call to the kernels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import torch
 
@@ -24,7 +22,7 @@ _DROPOUT_STEPS = 1 << 16  # the resolution of a 16-bit draw
 _TorchScore: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], torch.Tensor
 ]
-_score_functions: dict[str, ScoreFunction] = {}
+_score_functions: dict[str, "ScoreFunction"] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +61,7 @@ class ScoreFunction:
         object.__setattr__(self, "name", f"{name}#{namesakes}" if namesakes else name)
         _score_functions[self.name] = self
 
-    def __deepcopy__(self, memo: dict[int, object]) -> ScoreFunction:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # immutable, and Triton's functions cannot be copied
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -123,7 +121,7 @@ class Variant(NamedTuple):
         return *[t is None for t in self[: len(_TENSORS)]], *self[len(_TENSORS) + 1 :]
 
     @property
-    def without_tensors(self) -> Variant:
+    def without_tensors(self) -> "Variant":
         return Variant._make([*[None] * len(_TENSORS), (), *self[len(_TENSORS) + 1 :]])
 
     @property
@@ -138,7 +136,7 @@ class Variant(NamedTuple):
         return self.tensors(), " ".join(names), self.dropout_p, self.softcap
 
     @classmethod
-    def unpacked(cls, tensors: list[torch.Tensor], text: str, dropout_p: float, softcap: float) -> Variant | None:
+    def unpacked(cls, tensors: list[torch.Tensor], text: str, dropout_p: float, softcap: float) -> Self | None:
         """The reverse of ``packed()``; None for ``NO_VARIANT``."""
         if not text and not softcap:
             return None

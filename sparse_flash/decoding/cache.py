@@ -63,13 +63,10 @@ class KeyValueCache:
         return k, v, dict(zip(("k_scale", "v_scale"), scales, strict=False))
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores k and v, and returns ``keys`` and ``values``, in k's dtype if the cache is e4m3."""
-        self.store(k, v)
-        return self._read_tokens(self.tokens, 0, k.dtype), self._read_tokens(self.tokens, 1, k.dtype)
-
-    def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores k and v, (batch, kv_heads, tokens, head_dim), without their gradients."""
+        """Stores k and v, (batch, kv_heads, tokens, head_dim), without their gradients, and returns ``keys`` and ``values``, in k's
+        dtype if the cache is e4m3."""
         self.tokens = self._write(k, v)
+        return self._read_tokens(self.tokens, 0, k.dtype), self._read_tokens(self.tokens, 1, k.dtype)
 
     def _write(self, k: torch.Tensor, v: torch.Tensor) -> int:
         """Writes k and v after the tokens seen so far, and returns the new number of tokens; ``tokens`` stays."""

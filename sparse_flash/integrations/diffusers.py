@@ -10,8 +10,6 @@ here. ``_MODELS`` says where a model keeps its video: hooks around its blocks re
 Source: https://huggingface.co/docs/diffusers/api/attnprocessor (diffusers 0.42).
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math
@@ -201,7 +199,7 @@ def restore(transformer: torch.nn.Module) -> torch.nn.Module:
     return transformer
 
 
-def _switched(transformer: torch.nn.Module) -> _Run:
+def _switched(transformer: torch.nn.Module) -> "_Run":
     model, _ = _find_model(transformer)
     run = getattr(model, _RUN_KEY, None)
     if run is None or not run.is_in_place():
@@ -341,7 +339,7 @@ def _build_layout(make: Callable, grid: tuple[int, int, int], known: bool) -> Vi
 
 
 @outside_graphs
-def _start_step(run: _Run, timestep: Any) -> None:
+def _start_step(run: "_Run", timestep: Any) -> None:
     """Finds the number of a call's step, as ``use_sparse_flash`` says, and its spec. run.times: of the present loop's steps."""
     time, times = float(torch.as_tensor(timestep).max()), run.times
     if time not in times[-1:]:

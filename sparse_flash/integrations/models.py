@@ -1,7 +1,5 @@
 """Checks, printed layers, and the record of what layers keep, for the adapters of all libraries. Knows no library's models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,7 +52,7 @@ def describe_layer(layer: torch.nn.Module, text: str | None) -> str:
 
 
 @contextmanager
-def record_layers(masks: Mapping[int, Any]) -> Iterator[MaskRecord]:
+def record_layers(masks: Mapping[int, Any]) -> Iterator["MaskRecord"]:
     """A context with a new record of layers under these masks. Compiled models run uncompiled in it, as graphs record nothing."""
     with torch.compiler.set_stance("force_eager"):
         yield MaskRecord({number: LayerRecord(mask) for number, mask in masks.items()})

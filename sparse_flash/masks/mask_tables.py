@@ -1,7 +1,5 @@
 """The tables and tiles of one or several masks, and which blocks and pairs they keep. ``BlockMask`` defines the format."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -33,7 +31,7 @@ class MaskTables:
     from_host: bool = False
     document_order: bool = False
 
-    def having(self, **changes: Any) -> MaskTables:
+    def having(self, **changes: Any) -> "MaskTables":
         """The same tables with other values of some fields, as a plain record."""
         return MaskTables(**{field.name: getattr(self, field.name) for field in fields(MaskTables)} | changes)
 
@@ -239,7 +237,7 @@ class MaskTables:
         per_mask = per_mask.to(self.device)
         return per_mask[0] if self.mask_index.numel() == 1 else per_mask[self.mask_index.long()]
 
-    def equal(self, other: MaskTables) -> bool:
+    def equal(self, other: "MaskTables") -> bool:
         """Whether both keep the same pairs in the same table (compiled tables are canonical)."""
         mine, theirs = ([m.mask_index, *m.by_query.in_use(), *m.by_key.in_use(), *m.tiles] for m in (self, other))
         return self.sizes == other.sizes and all(torch.equal(a, b.to(a.device)) for a, b in zip(mine, theirs, strict=True))

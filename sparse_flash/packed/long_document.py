@@ -1,7 +1,5 @@
 """The table of one long document under a pattern, compiled once on the host, which contains those of documents of any lengths."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +13,7 @@ from ..masks.pattern import short_text
 from .documents import BLOCK
 
 
-def long_document(pattern, q_longest: int, k_longest: int, shares_documents: bool, device) -> LongDocument:
+def long_document(pattern, q_longest: int, k_longest: int, shares_documents: bool, device) -> "LongDocument":
     """For documents of up to these lengths. Compiled for powers of two of blocks, so for few lengths."""
     k_blocks, q_blocks = (1 << max(0, -(-longest // BLOCK) - 1).bit_length() for longest in (k_longest, q_longest))
     document = _long_document(pattern, k_blocks, 0 if shares_documents else q_blocks, device)
@@ -24,7 +22,7 @@ def long_document(pattern, q_longest: int, k_longest: int, shares_documents: boo
 
 
 @cached_until_cleared(maxsize=64)
-def _long_document(pattern, k_blocks, before, device) -> LongDocument:
+def _long_document(pattern, k_blocks, before, device) -> "LongDocument":
     return run_in_thread(LongDocument, pattern, k_blocks, before, device)
 
 
@@ -67,7 +65,7 @@ class LongDocument:
         return densest, of_rows, of_columns
 
     @cached_property
-    def runs(self) -> LongRuns | None:
+    def runs(self) -> "LongRuns | None":
         """None for a pattern whose queries do not keep one run of keys each, ascending from query to query."""
 
         def make() -> LongRuns | None:

@@ -1,7 +1,5 @@
 """Assigns the tokens of a sequence to ranks, by numbers on the host: every rank finds the same, without messages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +33,7 @@ class Visits:
     pairs: tuple[np.ndarray, np.ndarray, np.ndarray]
 
     @classmethod
-    def from_mask(cls, mask: BlockMask, chunk_blocks: int) -> Visits:
+    def from_mask(cls, mask: BlockMask, chunk_blocks: int) -> "Visits":
         blocks, all_cols = mask.grid.q_blocks, mask.by_query.col_idx.numpy()
         chunk_of_block = np.arange(blocks) // chunk_blocks
         chunks = int(chunk_of_block[-1]) + 1
@@ -79,7 +77,7 @@ class Owners:
     blocks: np.ndarray
 
     @classmethod
-    def from_chunks(cls, name: str, owner: np.ndarray, chunk_blocks: int, blocks: int, ranks: int) -> Owners:
+    def from_chunks(cls, name: str, owner: np.ndarray, chunk_blocks: int, blocks: int, ranks: int) -> "Owners":
         """blocks: the number of blocks of the whole sequence."""
         owner_of_block = owner[np.arange(blocks) // chunk_blocks]
         owned = np.bincount(owner_of_block, minlength=ranks)
@@ -100,7 +98,7 @@ class Owners:
         positions = positions.reshape(self.ranks, -1)
         return positions[:, :q_len] if self.ranks == 1 else positions
 
-    def with_visits(self, visits: Visits) -> Assignment:
+    def with_visits(self, visits: Visits) -> "Assignment":
         return Assignment(self.name, self.owner, self.chunk_blocks, self.blocks, visits)
 
 

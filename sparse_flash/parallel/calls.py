@@ -1,7 +1,5 @@
 """Calls back ends on some rows and columns of a rank's attention, and merges their results."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -70,7 +68,7 @@ class PartialAttention(NamedTuple):
 
     def join_calls(
         self, rows: QueryRows, own: _KeyValues, others: _KeyValues, calls: TwoCalls
-    ) -> tuple[JointBackward, _Keys, _Keys] | None:
+    ) -> "tuple[JointBackward, _Keys, _Keys] | None":
         """Returns two backward calls of Hopper's kernels of the same rows and dq, and the keys to add, own ones first; or None."""
         if calls.far is None or self.deterministic:
             return None

@@ -4,8 +4,6 @@ NCCL moves bytes by kernels on multiprocessors, which slows attention that runs 
 to memory that all ranks can read, and copies its pieces from the messages of others.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import warnings
@@ -26,7 +24,7 @@ LEAST_BYTES = 1 << 28  # bytes
 _FIRST_BYTES = 1 << 21  # bytes, of the first allocation, which shows whether memory can be shared
 _SPARE_SHARE = 8  # Memory gets an eighth more than the longest message, so that a slightly longer one fits too.
 
-_memories: WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None] = WeakKeyDictionary()
+_memories: WeakKeyDictionary[dist.ProcessGroup, "PeerMemory | None"] = WeakKeyDictionary()
 
 
 class PeerMemory:

@@ -4,11 +4,9 @@ An operator gets a handle, a number in a 0-d tensor on the CPU, so that one comp
 handle owns its record: a backward pass saves the handle, and may run after the plan is freed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -26,7 +24,7 @@ _known: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = count()
 
 
-def make_handle(record: Route | dist.ProcessGroup) -> torch.Tensor:
+def make_handle(record: "Route | dist.ProcessGroup") -> torch.Tensor:
     """Returns a new handle. No reference leads back to it, so both are freed at once."""
     number = next(_numbers)
     handle = torch.tensor(number, device="cpu")
@@ -53,7 +51,7 @@ class TwoCalls:
     near: BlockMask
     far: BlockMask | None
 
-    def to(self, device: torch.device) -> TwoCalls:
+    def to(self, device: torch.device) -> "TwoCalls":
         return TwoCalls(self.near.to(device), self.far and self.far.to(device))
 
 
@@ -88,14 +86,14 @@ class Route:
         """Returns (forward, backward): whether a pass makes two calls, one of which overlaps the exchange."""
         return isinstance(self.forward, TwoCalls), isinstance(self.backward, TwoCalls)
 
-    def to(self, device: torch.device, group: dist.ProcessGroup, memory: PeerMemory | None) -> Route:
+    def to(self, device: torch.device, group: dist.ProcessGroup, memory: PeerMemory | None) -> Self:
         names = "forward", "backward", "sent_blocks", "message_blocks", "gradient_targets"
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
         moved["gradient_sources"] = tuple(one.to(device) for one in self.gradient_sources)
         return replace(self, **moved, group=group, memory=memory)
 
     @classmethod
-    def from_assignment(cls, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes) -> Route:
+    def from_assignment(cls, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes) -> Self:
         """Returns a rank's exchange, on the CPU. overlap: None decides for each pass by the estimate for the slowest rank."""
         mask = assignment.visits.mask
         outgoing = [assignment.outgoing(source) for source in range(assignment.ranks)]

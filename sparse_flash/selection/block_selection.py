@@ -1,7 +1,5 @@
 """BlockSelection: the blocks of keys that each query picked. The class docstring defines its format."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -54,7 +52,7 @@ class BlockSelection:
     @classmethod
     def from_picks(
         cls, picks: Tensor, block_size: int, *, kv_len: int | None = None, own: bool = True, always: MaskLike | None = None
-    ) -> BlockSelection:
+    ) -> "BlockSelection":
         """A selection from picks in any order, on their device.
 
         picks: (batch, kv_heads | heads, q_len, n) int32 or int64: blocks of keys, -1 for none. Repeated blocks count once. Blocks
@@ -115,13 +113,13 @@ class BlockSelection:
         kept = sum(self.kept_pairs(head, batch) for batch in range(self.batch) for head in range(self.heads))
         return kept / (max(1, self.batch) * self.heads * self.q_len * self.kv_len)
 
-    def to(self, device: Device) -> BlockSelection:
+    def to(self, device: Device) -> "BlockSelection":
         """The same selection on another device (itself if already there)."""
         if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
             return self
         return replace(self, picks=self.picks.to(device), always=self.always and self.always.to(device))
 
-    def select(self, head: int = 0, batch: int = 0) -> BlockSelection:
+    def select(self, head: int = 0, batch: int = 0) -> "BlockSelection":
         """The selection of one picking head and batch entry. Raises TypeError or IndexError for other indices."""
         return replace(self, picks=self._picks_of(head, batch)[None, None])
 

@@ -5,8 +5,6 @@ pairs is one more pick of the queries that did not pick it. Each pick gives a pa
 backward pass recomputes the probabilities from lse (arXiv:2307.08691, Alg. 2). float16 and bfloat16 are computed in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -106,7 +104,7 @@ class _ChunkedCall:
         padded = (torch.nn.functional.pad(t, (0, 0, 0, self.beyond)) for t in self.tensors)
         self.blocks = [t.reshape(-1, self.size, t.shape[3]) for t in padded]
 
-    def __iter__(self) -> Iterator[_Chunk]:
+    def __iter__(self) -> Iterator["_Chunk"]:
         batch, heads, q_len, n = self.selection.picks.shape
         step = q_len
         if (table := self.selection.always) is not None:

@@ -4,8 +4,6 @@ A tile of queries visits the blocks that most of its queries picked. The other p
 block and the queries that picked it. A call is computed in rounds, which bounds their memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -165,7 +163,7 @@ class _BackwardWorkspace(NamedTuple):
 
     rounds: list[Round]
     most: int
-    always: Pieces | None
+    always: "Pieces | None"
     parts: Tensor
     k_sums: _Sums
     v_sums: _Sums

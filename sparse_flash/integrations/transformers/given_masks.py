@@ -1,7 +1,5 @@
 """The masks that a user gives to a model: read from arguments and configs, checked, and kept in the model's config."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -44,7 +42,7 @@ class LayerSettings(NamedTuple):
     deterministic: bool | None
     precision: str | None
     plan: SharedSequence | None = None
-    dense: LayerSettings | None = None  # of calls that do not choose; None without choosers
+    dense: "LayerSettings | None" = None  # of calls that do not choose; None without choosers
 
     def why_dense(self, model_mask: object, query: torch.Tensor, key: torch.Tensor) -> str | None:
         """Why a call is dense although the mask has choosers; None if it is not. A ``ModelMask``'s window limits a query's keys."""

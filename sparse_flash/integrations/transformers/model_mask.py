@@ -4,8 +4,6 @@
 it. Both must say the same of a mask.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import cached_property
 from typing import Any
@@ -80,7 +78,7 @@ class ModelMask(FlexBlockMask):
         self.found_sequences = None  # (position_ids, what ``find_sequences`` found)
         self._converted, self._tables = {}, {}
 
-    def changed(self, **fields) -> ModelMask:
+    def changed(self, **fields) -> "ModelMask":
         """Returns this mask with other fields."""
         return ModelMask(**{name: getattr(self, name) for name in _FIELDS} | fields)
 
@@ -97,10 +95,10 @@ class ModelMask(FlexBlockMask):
     def size(self, dim=None):
         return self.shape if dim is None else self.shape[dim]
 
-    def contiguous(self) -> ModelMask:
+    def contiguous(self) -> "ModelMask":
         return self
 
-    def to(self, device, **kwargs) -> ModelMask:
+    def to(self, device, **kwargs) -> "ModelMask":
         return self.changed(**{name: one.to(device) for name, one in vars(self).items() if isinstance(one, torch.Tensor)})
 
     @classmethod

@@ -48,21 +48,10 @@ def kernel_variant(
         return NO_VARIANT._replace(sinks=sinks, sinks_gradient=sinks_gradient), NO_SWITCHES, (sinks.dtype,)
     if variant is None:
         return NO_VARIANT, NO_SWITCHES, ()
-    given = KernelVariant(
-        variant.seed,
-        None if variant.seed is None else variant.dropout_p,
-        variant.q_starts,
-        variant.q_lens,
-        variant.kv_starts,
-        variant.kv_lens,
-        variant.alibi_slopes,
-        variant.softcap or None,
-        variant.rel_bias,
-        rel_bias_gradient,
-        variant.score_params or None,
-        sinks,
-        sinks_gradient,
-    )
+    given = NO_VARIANT._replace(**{name: getattr(variant, name) for name in variant.names()})
+    numbers = {"dropout_p": None if variant.seed is None else variant.dropout_p, "softcap": variant.softcap or None}
+    own = {"rel_bias_gradient": rel_bias_gradient, "sinks": sinks, "sinks_gradient": sinks_gradient}
+    given = given._replace(params=variant.score_params or None, **numbers, **own)
     switches = {
         "SCORED": variant.scored,
         "REACH": 0 if variant.rel_bias is None else variant.rel_bias.shape[1] // 2,
