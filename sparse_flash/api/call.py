@@ -12,7 +12,7 @@ from ..compat.constants import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 from ..core import arguments, backends, operators
 from ..core.call import AttentionCall, ChosenBlocks, prepare, repeat
-from ..core.variant import LENGTHS, Variant, build_variant, describe_variant
+from ..core.variant import Variant, build_variant, describe_variant
 from ..kernels.common.layout import layouts
 from ..masks.block_mask import BlockMask, as_block_mask, compile_cached, convert_foreign_mask
 from ..masks.cache import run_in_thread, to_traceable
@@ -102,7 +102,7 @@ def build_call(
     if isinstance(mask, (BlockMask, ChosenBlocks)):
         table = mask
     elif spec is not None and chooses:
-        mask = table = _choose(spec, q, k, v, scale, variant_arguments)
+        mask = table = _choose(spec, q, k, v, scale, variant)
     elif spec is not None:
         # If the operator is visible, the spec text. Not through as_block_mask, which torch.compile would trace into its dispatch.
         text = text_of(spec) if operators.needs_operator() else None
@@ -157,15 +157,13 @@ def _check_selection_call(
 
 
 def _choose(
-    spec: Pattern | str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, variant_arguments: dict[str, Any]
+    spec: Pattern | str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, variant: Variant | None
 ) -> BlockMask | ChosenBlocks:
     """Chooses blocks from q and k. Warns if training would thus see later tokens."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         _warn_of_later_keys(spec)
-    given: dict[str, Any] = {name: variant_arguments.get(name) for name in LENGTHS}
-    lengths = build_variant(q, k, **given)
     choose = chosen_in_graph if torch.compiler.is_compiling() else chosen_mask
-    return choose(spec, q, k, scale, None, lengths)
+    return choose(spec, q, k, scale, None, variant)
 
 
 def _check_precision(precision: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: object) -> None:

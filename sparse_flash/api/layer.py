@@ -314,7 +314,6 @@ def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 def _warn_of_difference(own: str, saved: str) -> None:
     """Warns if a saved mask differs from the layer's. Names no layer, so that layers of one mask warn once."""
-    saved = saved.partition("\n")[0]  # earlier versions wrote a second line
     with suppress(ValueError):  # its patterns may not be registered here
         saved = text_of(saved) or saved
     if saved != own:

@@ -1,4 +1,4 @@
 """Blocks of keys chosen for blocks of queries, from q and k: scores, rules, and the masks that follow.
 
-May know masks, which hold the declarations of choosers, back ends and kernels; not attention, nor how arguments are checked.
+Knows masks, which hold the declarations of choosers, checks, back ends and kernels, but not users' calls.
 """

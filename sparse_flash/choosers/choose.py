@@ -12,14 +12,13 @@ from torch import Tensor
 
 from ..compat.constants import constant_in_graphs
 from ..compat.dynamo import outside_inference
-from ..compat.names import operator_name
 from ..compat.pytorch import is_recorded
 from ..core import hopper
 from ..core import triton as triton_backend
 from ..core.arguments import check_tensors, stand_in_for_empty_batch
 from ..core.call import ChosenBlocks
 from ..core.definition import clear_nonexistent
-from ..core.operators import build_chosen_mask
+from ..core.operators import build_chosen_mask, define_operator
 from ..core.torch import block_means, without_autocast
 from ..core.variant import Variant
 from ..masks.block_mask import BlockMask, MaskLike, from_block_maps, resolve_single_mask, resolve_within
@@ -94,12 +93,11 @@ def _as_text(spec: Pattern | str) -> tuple[str, str, int]:
     return text, "" if choice.within is None else choice.within.to_spec(), chooser_block_size(text)
 
 
-_BITS_SCHEMA = (
-    "(Tensor q, Tensor k, str spec, float? scale, Tensor? scores, Tensor? starts, Tensor? ends, Tensor? q_ends=None) -> Tensor"
+@define_operator(
+    "chosen_bits",
+    "Tensor q, Tensor k, str spec, float? scale, Tensor? scores, Tensor? starts, Tensor? ends, Tensor? q_ends",
+    "Tensor",
 )
-
-
-@torch.library.custom_op(operator_name("chosen_bits"), mutates_args=(), schema=_BITS_SCHEMA)
 def chosen_bits(q: Tensor, k: Tensor, spec: str, *arguments: Any) -> Tensor:
     """The bits of ``ChosenBlocks``. arguments: the others of ``_choose_maps``."""
     maps = _choose_maps(spec, q, k, *arguments)

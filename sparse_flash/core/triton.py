@@ -43,7 +43,7 @@ def _interpreter_refusal(triton_version: str, numpy_version: str) -> str | None:
 
 
 def can_use_kernels(device: torch.device) -> bool:
-    """Whether kernels rearrange packed documents and choose blocks; otherwise PyTorch operations do, which synchronize."""
+    """Whether kernels choose blocks, make tables of documents, and merge and pack results. Elsewhere PyTorch operations do."""
     return device.type == "cuda" and why_unavailable() is None
 
 

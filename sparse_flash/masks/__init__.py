@@ -1,2 +1,2 @@
-"""From a pattern to its table: notation, algebra, compiler, BlockMask. Knows positions and blocks, but not calls, back ends or
-kernels."""
+"""From a pattern to its table: notation, algebra, compiler, BlockMask. Knows positions, blocks and the kernels that
+make tables, but not calls or back ends."""

@@ -206,8 +206,8 @@ class BlockMask(MaskTables):
         return self._derive_once("_by_document", document_blocks) if self.q_len == self.kv_len else None
 
     def _derive_once(self, name: str, make: Callable[[MaskTables], KernelTables | None]) -> KernelTables | None:
-        """make(mask), which reads the table, kept with the mask under this name. None for masks made at run time, except by
-        ``attention_varlen``, for several masks, other blocks than of 128 and very many blocks."""
+        """make(mask), which reads the table, kept with the mask under this name. None for masks made at run time, several
+        masks, blocks other than 128, and very many blocks. Masks of ``attention_varlen`` make these tables themselves."""
         if name not in self.__dict__:
             if not self.from_host or is_recorded(self.device):
                 return None
@@ -327,16 +327,14 @@ def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
     return BlockMask.of_tables(compile_tables(pattern, BlockGrid(q_len, kv_len, block_size))).to(device)
 
 
-def as_block_mask(
-    mask: MaskLike, q_len: int | None = None, kv_len: int | None = None, block_size: int = 128, device: Device | None = None
-) -> BlockMask:
+def as_block_mask(mask: MaskLike, q_len: int | None = None, kv_len: int | None = None, block_size: int = 128) -> BlockMask:
     """A BlockMask from a pattern or its text, compiled for these lengths, or from another library's mask."""
     if isinstance(mask, BlockMask):
         return mask
     if isinstance(mask, (Pattern, str)):
         if q_len is None:
             raise ValueError(f"q_len is needed to compile {mask}; pass q_len=... or a compiled mask")
-        return compile_mask(mask, q_len, kv_len, block_size, device)
+        return compile_mask(mask, q_len, kv_len, block_size)
     return convert_foreign_mask(mask)
 
 
@@ -450,7 +448,7 @@ def _cached_mask(pattern: Pattern | str, q_len: int, kv_len: int, block_size: in
             f"the table of {pattern} for {q_len} queries and {kv_len} keys does not exist yet, and cannot be made while a CUDA "
             "graph is captured; make the call once before, or pass compile_mask(...)"
         )
-    return run_in_thread(as_block_mask, pattern, q_len=q_len, kv_len=kv_len, block_size=block_size, device=device)
+    return run_in_thread(compile_mask, pattern, q_len=q_len, kv_len=kv_len, block_size=block_size, device=device)
 
 
 def fake_mask_if_needed(mask: BlockMask) -> BlockMask:

@@ -1,5 +1,5 @@
-"""Remembers tables, plans, texts and choices of back ends between calls; ``kernels/launch/memory`` remembers kernel launches.
-Each memory is bounded, and ``clear_memories`` empties all of them."""
+"""Caches tables, plans and texts between calls, each within a bound; ``clear_memories`` empties all that are registered.
+``kernels/launch/memory`` keeps choices of back ends and launches."""
 
 from collections.abc import Callable
 from functools import lru_cache

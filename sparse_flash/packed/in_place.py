@@ -83,7 +83,7 @@ def _assemble(
     with current_device(runs.device):
         queries = lay_out(q_starts, q_tokens, q_longest)
         keys = queries if shares_documents else lay_out(k_starts, k_tokens, k_longest)
-    most = _most_blocks_of_rows(q_tokens, q_longest, k_tokens, k_longest, shares_documents)
+    most = _most_blocks_of_rows(q_tokens, q_longest, k_tokens, shares_documents)
     blocks = -(-q_tokens // BLOCK), -(-k_tokens // BLOCK)
     return _fill_tables(queries, keys, runs, *blocks, before * BLOCK, entries, tiles, most)
 
@@ -95,14 +95,14 @@ _assemble_operator = torch.library.custom_op(operator_name("assemble_runs"), _as
 def _(runs, q_starts, k_starts, q_tokens, q_longest, k_tokens, k_longest, shares_documents, before, entries, tiles):
     # No size is an argument's: a length that is known only as an argument's is no number in a backward graph.
     blocks, shapes = (-(-q_tokens // BLOCK), -(-k_tokens // BLOCK)), []
-    for rows, most in zip(blocks, _most_blocks_of_rows(q_tokens, q_longest, k_tokens, k_longest, shares_documents), strict=True):
+    for rows, most in zip(blocks, _most_blocks_of_rows(q_tokens, q_longest, k_tokens, shares_documents), strict=True):
         splits = most_splits(most)
         shapes += [(1, rows + 1), (1, rows, 2), (1, rows), (entries,), (entries,)]
         shapes += [(1, rows + splits, WORK_FIELDS), (1, max(2, splits), SPLIT_FIELDS)]
     return [runs.new_empty(shape) for shape in (*shapes, (tiles, BLOCK))]
 
 
-def _most_blocks_of_rows(q_tokens, q_longest, k_tokens, k_longest, shares_documents, block: int = BLOCK) -> tuple[int, int]:
+def _most_blocks_of_rows(q_tokens, q_longest, k_tokens, shares_documents, block: int = BLOCK) -> tuple[int, int]:
     """The most blocks in a row and in a column. In self-attention, a row's first and last document may reach beyond its tokens."""
     k_rows, rows = -(-k_tokens // block), -(-q_tokens // block)
     if not shares_documents:
@@ -151,7 +151,7 @@ def _assemble_by_operations(
     tile, kind = torch.where(has_tile, number, 0), has_tile.long()
     of_rows, by_query = sort_entries(torch.where(exists, 3 * row + kind, 3 * rows), col, tile, rows)
     of_columns, by_key = sort_entries(torch.where(exists, 3 * col + kind, 3 * k_rows), row, tile, k_rows)
-    most = _most_blocks_of_rows(queries.tokens, queries.longest, keys.tokens, keys.longest, queries is keys)
+    most = _most_blocks_of_rows(queries.tokens, queries.longest, keys.tokens, queries is keys)
     work, work_by_key = build_work(of_rows, of_columns, *most)
     return [*of_rows, *by_query, *work, *of_columns, *by_key, *work_by_key, tile_runs]
 
@@ -204,7 +204,7 @@ class _MaskOfDocuments(BlockMask):
         """The mask on the fixed grid, in blocks of this size. It has no bit tiles."""
         blocks = -(-self.q_len // size)
         entries, tiles = ((BLOCK // size) ** 2 * count for count in self._find_capacity(-(-self.q_len // BLOCK)))
-        most = _most_blocks_of_rows(self.q_len, self._longest, self.q_len, self._longest, True, size)
+        most = _most_blocks_of_rows(self.q_len, self._longest, self.q_len, True, size)
         tables = _fill_tables(self._layout, self._layout, self._runs.constants[0], blocks, blocks, 0, entries, tiles, most, size)
         return BlockMask.from_tensors(self.q_len, self.kv_len, size, [self.mask_index, *tables, self.tile_bits])
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compat.names import operator_name
-from ..core.operators import prepare_upstream, refuse_second_derivatives
-from ..kernels.common.layout import empty_out
+from ..core.operators import fake_results, prepare_upstream, refuse_second_derivatives
 from .calls import Gradients, PartialAttention, QueryRows, add_blocks, merge
 from .routes import Route, TwoCalls, record_of
 from .transfer import Message, PendingExchange, append_fetched, as_tokens, empty_blocks, pack, split_packed, unpack
@@ -47,8 +46,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, columns: Tensor, block_size: 
 
 @attend_blocks.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, columns: Tensor, block_size: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return empty_out(q, v.shape[3]), lse, empty_blocks(k, v, columns.shape[0], block_size)
+    return *fake_results(q, k, v), empty_blocks(k, v, columns.shape[0], block_size)
 
 
 @torch.library.custom_op(operator_name("context_attention_backward"), mutates_args=(), schema=_BACKWARD)

@@ -11,7 +11,7 @@ from ..api.attention import attention
 from ..core.arguments import cast_for_autocast, check_tensors, check_types, resolve_deterministic, resolve_scale
 from ..core.variant import build_variant
 from ..masks.block_mask import BlockMask, MaskLike, check_batch_and_heads
-from ..masks.parsing import parse
+from ..masks.parsing import parse, text_of
 from ..masks.pattern import And, Pattern
 from ..patterns import documents
 from .attend import BlockAttention, HeadAttention, Select, resolve_select
@@ -210,8 +210,6 @@ def _document_starts(given: MaskLike) -> set[int]:
 
 
 def _describe_mask(given: MaskLike, whole: BlockMask) -> str:
-    try:
-        text = given.to_spec() if isinstance(given, Pattern) else ""
-    except ValueError:
-        text = ""  # a pattern of a function has no text, and its repr differs from rank to rank
+    # A pattern of a function has no text, and its repr differs from rank to rank.
+    text = (text_of(given) if isinstance(given, Pattern) else None) or ""
     return f"{whole.digest.hex()[:12]}{' of ' * bool(text)}{text[:100]}"

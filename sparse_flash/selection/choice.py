@@ -1,7 +1,8 @@
 """Which blocks of keys a query picks: its own, and the best of the blocks that end before.
 
 So no pick depends on a later token. The choice is an operator, so activation checkpointing can keep its result. On a GPU a kernel
-chooses (``selection/kernels/pick_blocks``), elsewhere PyTorch operations. Neither holds the scores of all queries.
+chooses (``kernels/pick_blocks``; ``kernels/hopper_pick_blocks`` by the largest product), elsewhere PyTorch operations. Neither
+holds the scores of all queries.
 """
 
 from contextlib import AbstractContextManager

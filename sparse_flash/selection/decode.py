@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.names import operator_name
 from ..compat.pytorch import is_plain_eager
 from ..core import hopper, operators
 from ..core import triton as triton_backend
@@ -56,13 +55,11 @@ def _decode(
     return restore_out(out, ready, q, v), lse
 
 
-_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor picks, SymInt block_size, float scale, bool by_kernel, "
-    "Tensor? kv_lens, Tensor? block_table, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)"
-)
-_decode_operator = torch.library.custom_op(operator_name("selected_attention_decode"), _decode, mutates_args=(), schema=_SCHEMA)
-
-
+_decode_operator = operators.define_operator(
+    "selected_attention_decode",
+    "Tensor q, Tensor k, Tensor v, Tensor picks, SymInt block_size, float scale, bool by_kernel, "
+    "Tensor? kv_lens, Tensor? block_table, Tensor? k_scale, Tensor? v_scale",
+)(_decode)
 _decode_operator.register_fake(operators.fake_results)
 
 

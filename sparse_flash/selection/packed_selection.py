@@ -17,7 +17,7 @@ from ..packed.moved import move_documents
 from .block_selection import BlockSelection, without_later_keys
 
 # The most queries of a kernels' tile. A tile visits the blocks that any of its queries picked, and a weight of 0 times NaN is
-# NaN: a document that starts where a tile does gets none of its neighbours'.
+# NaN: a document that starts where a tile does gets no NaN of its neighbours.
 _TILE = 64
 
 
@@ -95,9 +95,10 @@ def block_axis(side: PackedDocuments, block: int) -> Axis:
 
 
 def find_block_bounds(axis: Axis, place: TokenPositions, block: int) -> torch.Tensor:
-    """(tokens, 2) int32: on the axis, the first block of each token's document, and the token's own."""
-    row = torch.where(place.exists, axis.row_of_token, 0)
-    return torch.stack([(row - place.within) // block, row // block], 1).to(torch.int32)
+    """(tokens, 2) int32: on the axis, the first block of each token's document, and the token's own; past the axis and -1 for a
+    token of no document."""
+    first, own = (axis.row_of_token - place.within) // block, axis.row_of_token // block
+    return torch.stack([torch.where(place.exists, first, axis.rows), torch.where(place.exists, own, -1)], 1).to(torch.int32)
 
 
 def check_packed_selection(

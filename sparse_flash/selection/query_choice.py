@@ -127,7 +127,7 @@ def select_packed_by_query(q: Tensor, k: Tensor, how: QueryChoice, cu_seqlens: T
     keep = min(how.keep, -(-side.longest // how.block_size))
     q = q.transpose(0, 1)[None]
     picks = choose(BlockChoice(how.score, how.heads(q, keys), keep, how.block_size, keys.shape[2]), q, keys, bounds=bounds)
-    picks = torch.where((picks < 0) | ~place.exists[:, None], -1, picks - bounds[:, :1])
+    picks = torch.where(picks < 0, -1, picks - bounds[:, :1])
     return PackedSelection(picks[0], side.cu_seqlens, side.longest, how.block_size, _check_packed_always(how))
 
 

@@ -209,7 +209,7 @@ def test_masks_are_chosen_within_compiled_code_from_scores_and_lengths_too():
 
 def test_the_operators_of_compiled_code_pass_opcheck():
     q, k, v = inputs(150, 170)
-    arguments = (q, k, "causal & sampled(4, keep=2, block=64)", 0.25, None, None, None)
+    arguments = (q, k, "causal & sampled(4, keep=2, block=64)", 0.25, None, None, None, None)
     torch.library.opcheck(choose.chosen_bits, arguments, test_utils=("test_schema", "test_faketensor"))
     bits = choose.chosen_bits(*arguments)
     call = *(x.requires_grad_() for x in (q, k, v)), [bits], 64, "causal", None, True, "auto", [q], "", 0.0, 0.0

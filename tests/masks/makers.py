@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import sparse_flash as sf
 from sparse_flash.masks import compiler, rules, tiles
 from sparse_flash.masks.grid import BlockGrid
+from sparse_flash.masks.table import groups_of
 
 # Makers: from draw, (q_len, kv_len) and the size of blocks to (mask, pairs), (batch | 1, heads | 1, q_len, kv_len) bool.
 
@@ -156,12 +157,15 @@ def heaviest_first(weights: torch.Tensor) -> bool:
 
 
 def assert_order(mask, table, number):
-    """Heavy rows and items are visited first, except in masks of long documents."""
+    """Heavy rows and items are visited first; under long documents, one document after the other."""
     weight, order = table.row_ptr[number].diff(), table.row_order[number].long()
     assert sorted(order.tolist()) == list(range(len(weight)))
     if not mask.from_host:
         assert (weight[order].diff() <= 0).all()
-    elif not table.has_document_order():
+        return
+    document = groups_of(table.row_ptr[number].numpy(), table.row_split[number].numpy(), table.col_idx.numpy())
+    assert (np.diff(document[order.numpy()]) >= 0).all()
+    if not document.any():
         assert heaviest_first(weight[order]) and heaviest_first(table.work[number, :, 4] - table.work[number, :, 1])
 
 

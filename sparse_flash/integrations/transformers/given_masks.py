@@ -12,6 +12,7 @@ from ...compat.constants import constant_in_graphs
 from ...decoding.arguments import MAX_QUERIES
 from ...masks.block_mask import BlockMask, convert_foreign_mask
 from ...masks.chooser import HeadChoice, choices_of, has_choosers, is_causal, map_heads, without_choosers
+from ...masks.memory import cached_until_cleared
 from ...masks.parsing import parse, text_of
 from ...masks.pattern import And, DerivedPattern, Or, Pattern, PerEntry
 from ...patterns import causal, last_tokens
@@ -105,7 +106,7 @@ def settings_by_name(layer: Any) -> LayerSettings:
 
 
 @constant_in_graphs
-@cache
+@cached_until_cleared(maxsize=64)
 def _settings_of(mask: str, others: tuple[Any, ...]) -> LayerSettings:
     options: dict[str, Any] = {"bidirectional": False, "backend": "auto", "deterministic": None, "precision": None}
     return _make_settings(_normalize_mask(mask), **_COUNTS | options | dict(others))

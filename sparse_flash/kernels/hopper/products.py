@@ -70,17 +70,15 @@ def new_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr, DEPTH: g
 
 
 @gluon.jit
-def start_product(left, right, sums, SHARED: gl.constexpr = False):
-    """Starts the addition of left times right to sums. left: in registers, as an operand of sums[0]; with SHARED, in shared memory.
-    right: in shared memory, with the columns of sums."""
+def start_product(left, right, sums):
+    """Starts the addition of left times right to sums. left: in registers, as an operand of sums[0]. right: in shared memory, with
+    the columns of sums."""
     if len(sums) == 1:
         started = (warpgroup_mma(left, right, sums[0], is_async=True),)
     else:
         FIRST: gl.constexpr = sums[0].shape[1]
         REST: gl.constexpr = sums[1].shape[1]
-        other = left
-        if not SHARED:
-            other = gl.convert_layout(left, gl.DotOperandLayout(0, sums[1].type.layout, 2))
+        other = gl.convert_layout(left, gl.DotOperandLayout(0, sums[1].type.layout, 2))
         started = (
             warpgroup_mma(left, right.slice(0, FIRST, dim=1), sums[0], is_async=True),
             warpgroup_mma(other, right.slice(FIRST, REST, dim=1), sums[1], is_async=True),

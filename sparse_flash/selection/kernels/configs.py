@@ -8,8 +8,8 @@ from ...kernels.common.config import Config
 from ...kernels.launch.memory import cached_until_cleared
 from ...kernels.portable.configs import detect_gpu
 
-# By keys of a block, at least. A key block of one step stays in shared memory. docs/performance/selection.md, "Tile sizes", has the
-# figures.
+# By the keys of a block: smaller blocks have the first entry, larger ones the last. A key block of one step stays in shared memory.
+# docs/performance/selection.md, "Tile sizes", has the figures.
 _CONFIGS = {
     "parts": {64: Config(64, 64, 4, 1), 128: Config(64, 128, 4, 2), 256: Config(64, 64, 4, 3)},
     "visit": {64: Config(64, 64, 4, 3)},

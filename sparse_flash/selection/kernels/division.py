@@ -7,8 +7,8 @@ from ...kernels.common.config import SECOND_AXIS
 
 # wgmma begins at 64 rows. Tiles of 128 rows were slower everywhere: docs/performance/selection.md, "Tile sizes".
 TILE_ROWS = 64
-WORKSPACE = 1 << 30  # bytes that partial results may take
-_TIMES_SUMS = 4  # or, in long sequences, so many times the sums of a batch-head
+WORKSPACE = 1 << 30  # bytes that the partial results of a round may take
+_TIMES_SUMS = 4  # in long sequences, they may take so many times the bytes of the sums of dK and dV of a batch-head
 _FORWARD_ROWS = 1024  # of a piece of a list: enough to hide the load of the key block
 # A piece of the backward pass has this many times the mean list of a key block, so few blocks are divided.
 _BACKWARD_MEANS = 2

@@ -22,14 +22,14 @@ from ...kernels.common.gluon import barrier, copy_elements, opaque_zero, record
 from ...kernels.common.tiles import LOG2_E
 from ...kernels.hopper.descriptors import gluon_descriptor
 from ...kernels.hopper.products import start_transposed_product
-from ...kernels.hopper.ring import Ring, new_linked_ring, new_ring
+from ...kernels.hopper.ring import Ring, allocate_tiles, new_linked_ring, new_ring
 from ...kernels.launch.launch import launch, multiprocessors
 from . import hopper_gathering as gathering
 from .hopper_gathering import GATHERING_WARPS, ROWS
 from .tiles import constants_of
 
-# Tiles of gathered queries, and of their gradients, in shared memory, by padded head_dim and keys of an item.
-STAGES = {(64, 64): 6, (64, 128): 6, (128, 64): 4, (128, 128): 4}
+# Tiles of gathered queries, and of their gradients, in shared memory, by padded head_dim.
+STAGES = {64: 6, 128: 4}
 # Rows whose addresses the gathering warps hold at once, in few registers.
 TOGETHER = gl.constexpr(32)
 
@@ -337,18 +337,17 @@ def picked_grads_kernel(
     float32. C.TILE_N: keys of an item, which is a part of a block."""
     DIM: gl.constexpr = C.DIM
     KEYS: gl.constexpr = C.TILE_N
-    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = k_tensor.dtype
     GROUPS: gl.constexpr = 128 // KEYS  # partitions that compute
     THREADS: gl.constexpr = 32 * GATHERING_WARPS
-    q = new_ring(gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=THREADS)
-    dout = new_linked_ring(q, gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=THREADS)
+    q = new_ring(allocate_tiles(dtype, STAGES, ROWS, DIM), STAGES, FILLS=THREADS)
+    dout = new_linked_ring(q, allocate_tiles(dtype, STAGES, ROWS, DIM), STAGES, FILLS=THREADS)
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     log2_sum = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], numbers)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], numbers)
-    k = new_ring(gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1, CONSUMERS=GROUPS)
-    v = new_linked_ring(k, gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1)
-    dscores = gl.allocate_shared_memory(dtype, [GROUPS, KEYS, ROWS], flat)
+    k = new_ring(allocate_tiles(dtype, 1, KEYS, DIM), 1, CONSUMERS=GROUPS)
+    v = new_linked_ring(k, allocate_tiles(dtype, 1, KEYS, DIM), 1)
+    dscores = allocate_tiles(dtype, GROUPS, KEYS, ROWS)
     positions = gl.allocate_shared_memory(gl.int32, [GROUPS, ROWS], numbers)
     sums = k
     if GROUPS > 1:
@@ -408,6 +407,6 @@ def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, round, scale: 
     arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), dout, log2_sum, delta, parts]
     arguments += [dk_sums, dv_sums, *gathering.list_arguments(lists, round)]
     arguments += [*gathering.row_arguments(q), *gathering.row_arguments(dout), *sizes.integers(round), scale, scale * LOG2_E.value]
-    constants = {"STAGES": STAGES[dim, keys], "C": constants_of(sizes, dim, dim, keys)}
+    constants = {"STAGES": STAGES[dim], "C": constants_of(sizes, dim, dim, keys)}
     grid = min(lists.items.shape[1] * (sizes.block // keys), multiprocessors(q.device)), 1
     launch(picked_grads_kernel, grid, arguments, constants, {"num_warps": keys // 16})

@@ -19,14 +19,15 @@ from ...kernels.common.gluon import record
 from ...kernels.common.tiles import FLOOR, LOG2_E
 from ...kernels.hopper.descriptors import gluon_descriptor
 from ...kernels.hopper.products import start_transposed_product
-from ...kernels.hopper.ring import Ring, new_linked_ring, new_ring
+from ...kernels.hopper.ring import Ring, allocate_tiles, new_linked_ring, new_ring
 from ...kernels.launch.launch import launch, multiprocessors
 from . import hopper_gathering as gathering
 from .hopper_gathering import GATHERING_WARPS, ROWS
 from .tiles import constants_of
 
-# Tiles of gathered queries in shared memory, and blocks of keys with their values, by padded head_dim and keys of a step.
-STAGES = {(64, 64): (8, 2), (64, 128): (8, 2), (128, 64): (8, 2), (128, 128): (5, 2)}
+# Tiles of gathered queries in shared memory, by padded head_dim and keys of a step; and blocks of keys with their values.
+STAGES = {(64, 64): 8, (64, 128): 8, (128, 64): 8, (128, 128): 5}
+KEY_STAGES = gl.constexpr(2)
 
 
 @record
@@ -187,16 +188,15 @@ def picked_parts_kernel(
     q_batch_stride, q_head_stride, q_token_stride, q_pieces,
     first_head, first_query, stride, kv_heads, q_len, offset, key_blocks,
     score_scale,
-    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, C: gl.constexpr,
+    STAGES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """part_ptr: (entries of a round, MEMBERS, DIM), lse_ptr the same without DIM, in base 2. C.TILE_N: keys of a step."""
     DIM: gl.constexpr = C.DIM
     KEYS: gl.constexpr = C.TILE_N
-    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = k_tensor.dtype
-    q = new_ring(gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=32 * GATHERING_WARPS)
-    k = new_ring(gl.allocate_shared_memory(dtype, [KEY_STAGES, KEYS, DIM], flat), KEY_STAGES, CONSUMERS=2)
-    v = new_linked_ring(k, gl.allocate_shared_memory(dtype, [KEY_STAGES, KEYS, DIM], flat), KEY_STAGES)
+    q = new_ring(allocate_tiles(dtype, STAGES, ROWS, DIM), STAGES, FILLS=32 * GATHERING_WARPS)
+    k = new_ring(allocate_tiles(dtype, KEY_STAGES, KEYS, DIM), KEY_STAGES, CONSUMERS=2)
+    v = new_linked_ring(k, allocate_tiles(dtype, KEY_STAGES, KEYS, DIM), KEY_STAGES)
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     lists = gathering.Lists(
@@ -227,7 +227,6 @@ def picked_parts(operands, lists, parts, part_lse, sizes, round, scale: float) -
     """Writes parts and part_lse of one round. Arguments as in ``forward``; see ``selection.hopper.supports``."""
     q, k, v = operands[:3]
     dim, keys = padded_head_dim(q.shape[3]), gathering.keys_at_a_time(sizes.block)
-    stages, key_stages = STAGES[dim, keys]
     block = [1, 1, keys, dim]
     arguments = [q, gluon_descriptor(k, block), gluon_descriptor(v, block), parts, part_lse]
     arguments += [
@@ -236,6 +235,6 @@ def picked_parts(operands, lists, parts, part_lse, sizes, round, scale: float) -
         *sizes.integers(round),
         scale * LOG2_E.value,
     ]
-    constants = {"STAGES": stages, "KEY_STAGES": key_stages, "C": constants_of(sizes, dim, dim, keys)}
+    constants = {"STAGES": STAGES[dim, keys], "C": constants_of(sizes, dim, dim, keys)}
     grid = min(lists.items.shape[1], multiprocessors(q.device)), 1
     launch(picked_parts_kernel, grid, arguments, constants, {"num_warps": 4})

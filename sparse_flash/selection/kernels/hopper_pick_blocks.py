@@ -21,16 +21,16 @@ GROUP_ROWS = gl.constexpr(64)
 GROUPS = gl.constexpr(3)
 ROWS = gl.constexpr(192)
 WIDTH = gl.constexpr(64)  # columns of a tile in shared memory
-COLUMNS = gl.constexpr(16)  # blocks whose scores are kept before the best are taken
+COLUMNS = gl.constexpr(16)  # scores of a row that are collected before ``_keep_best`` takes the best
 _NONE = gl.constexpr(1 << 30)  # as in ``pick_blocks``
 _STAGES = gl.constexpr(5)  # blocks of keys in shared memory
-_MOST_KEPT = 32  # blocks of a row, which a thread's registers hold in part
+_MOST_KEPT = 32  # blocks that a query keeps; four threads hold them in registers
 
 
 @dataclass(frozen=True)
 class PickShape:
-    """CHOSEN: blocks that a query picks in addition to its own. SLOTS: a power of two that holds them. BOUNDED: whether ``bounds``
-    tells which ones a query may choose."""
+    """CHOSEN: blocks that a query picks in addition to its own. SLOTS: a power of two, at least CHOSEN + 1. BOUNDED: whether
+    ``bounds`` tells which ones a query may choose."""
 
     DIM: int
     BLOCK: int
@@ -120,7 +120,7 @@ def _compute(p, GROUP: gl.constexpr):
     SLOTS: gl.constexpr = p.SHAPE.SLOTS
     PIECES: gl.constexpr = p.SHAPE.PIECES
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.SHAPE.BLOCK, 16])
-    # Rows lie where products have them, so maxima move to no other thread.
+    # Rows have the layout of the products' rows, so maxima stay in their threads.
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, narrow)
     zeros = gl.zeros([GROUP_ROWS, p.SHAPE.BLOCK], gl.float32, layout=layout)
@@ -144,7 +144,7 @@ def _compute(p, GROUP: gl.constexpr):
         most = gl.convert_layout(gl.max(found, 1), row_layout)
         scores = gl.where(columns == n % COLUMNS, most[:, None], scores)
         if (n + 1) % COLUMNS == 0 or n + 1 == end - p.begin:
-            # Columns from ``end`` on still have earlier scores, but are before no query's own block.
+            # In the last tile, columns from ``end`` on have scores of the tile before. No query may choose them.
             best, block = _keep_best(scores, p.begin + n // COLUMNS * COLUMNS + columns, least, own, best, block)
     # Other groups may see more blocks.
     for other in range(end - p.begin, p.end - p.begin):

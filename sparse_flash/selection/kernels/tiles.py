@@ -1,5 +1,5 @@
 """The parts that the kernels of picked blocks share: the sizes of a call, tiles of gathered rows, and the loop over what is kept
-beside the picks.
+in addition to the picks.
 
 A tile has ROWS rows: queries, each in as many rows as query heads share its picks, the head fastest. Neighbouring queries fill it;
 or the queries of a list do, from anywhere.
