@@ -22,11 +22,12 @@ from ..masks.registry import register_pattern
 class FromMaskFn(Pattern):
     """Pairs for which a function is true.
 
-    fn: called with two int64 numpy arrays of positions that broadcast against each other, query positions and key
-    positions in tokens; returns booleans of their broadcast shape. It may read tensors, arrays, numbers and texts: a call after one
-    changed compiles anew. (Not seen are changes of attributes of attributes, through a tensor's ``.data`` or an array that shares
-    its memory, and in place of a tensor of inference mode on a GPU. Code that torch.compile compiled keeps what it read.)
-    ``attention_varlen`` and ``attention_decode`` pass positions beyond the sequence, as they round lengths up.
+    fn: called with query positions and key positions in tokens, two int64 NumPy arrays that broadcast against each other; with
+    tensors instead if it reads a tensor or names ``torch``. Returns booleans of their broadcast shape. It may read tensors on any
+    device, arrays, numbers and texts: a call after one changed compiles anew. (Not seen are changes of attributes of attributes,
+    through a tensor's ``.data`` or an array that shares its memory, and in place of a tensor of inference mode on a GPU. Code that
+    torch.compile compiled keeps what it read.) ``attention_varlen`` and ``attention_decode`` pass positions beyond the sequence, as
+    they round lengths up.
 
     Compiling evaluates every pair; ``&`` with a pattern whose blocks are known, such as ``local(1024)``, leaves only those to
     evaluate. Equal if the function is the same object. It has no spec text; a class of your own with @register_pattern has.
@@ -51,7 +52,9 @@ class FromMaskFn(Pattern):
         return f"from_mask_fn({getattr(self.fn, '__name__', self.fn)})"
 
     def token_rule(self, q, kv):
-        return self.fn(q, kv)
+        from ..compat.positions import call_with_positions
+
+        return call_with_positions(self.fn, q, kv)
 
     def to_spec(self):
         raise ValueError(f"{self!r} has no spec text, as a function has none; write a Pattern class with @register_pattern")

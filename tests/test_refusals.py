@@ -271,7 +271,7 @@ TABLES = (
     row("attention", V, "causal &", mask="causal &"),
     row("attention decode varlen layer", V, TYPO, mask="cusal"),
     row("topk_by_query topk_by_scores topk_of_documents picks", V, TYPO, always="cusal"),
-    row("compile", T, r"must be a sparse_flash\.Pattern or its spec text; got list", pattern=[1]),
+    row("compile", T, r"must be a Pattern or its spec text; got list; use per_head", pattern=[1]),
     row("attention decode", T, KINDS + "int", mask=3),
     row("topk blocks", T, KINDS + "int", within=3),
     row("topk picks", T, KINDS + "list", always=["causal"]),
@@ -387,7 +387,7 @@ TABLES = (
     row("topk_of_documents", V, "have up to 128 keys; got block_size=256; leave always out", always="sinks(4)", block_size=256),
     alike("topk_of_documents", V, "within and kv_len are of one seq", 64, "within", "kv_len"),
     row("topk_by_query", V, "max_seqlen_q is of packed documents; pass cu_seqlens_q as", max_seqlen_q=9),
-    row("topk_of_documents", V, "choose among the keys of their own tokens; got 64 queries and 60 keys", k=PK[:60]),
+    row("topk_of_documents", V, "and of no tokens none chooses; got 64 queries and 60 keys", k=PK[:60]),
     row("topk_of_documents", V, "blocks of 16 keys; got scores of 16, .*; pass a max_seqlen_q=", q=None, k=None, scores=Q[0]),
     row("topk_of_documents", V, r"scores of packed documents must be .*, none of it 0; got .*(4, 16)", q=None, k=None, scores=P[0]),
     row("picks", T, "picks must be an int32 tensor; got list", picks=[[0]]),
@@ -489,7 +489,16 @@ TABLES = (
     row(sf.from_mask_fn, T, "must be a function", fn=3),
     row(sf.from_mask_fn, T, r"of \(q, kv\); got one of \(b, h, q, kv\).*create_block_mask takes", fn=lambda b, h, q, kv: q >= kv),
     row("compile", T, "must return booleans; got int64", pattern=sf.from_mask_fn(lambda q, kv: q - kv)),
-    row("compile", V, "broadcast|more dimensions", pattern=sf.from_mask_fn(lambda q, kv: (q > kv)[..., :3])),
+    row("compile", V, r"a shape that broadcasts to \(1, 128, 128\); got", pattern=sf.from_mask_fn(lambda q, kv: (q > kv)[..., :3])),
+    *(row("compile", T, "must take whole arrays of positions.*in place of and, or", pattern=sf.from_mask_fn(rule)) for rule in (
+        max, lambda q, kv: q > kv and q > 3, lambda q, kv: torch.abs(q) > kv or q > 3)),
+    *(row(sf.parse, V, rf"got '{word}'; write '{sign}'", text=text) for word, sign, text in (
+        ("and", "&", "causal and local(3)"), ("or", r"\|", "causal or local(3)"), ("not", "~", "not causal"))),
+    *(row(sf.parse, V, said, text=text) for said, text in (
+        (r"local takes \(window\): missing", "local"), (r"local takes \(window\): too many", "local(1, 2)"),
+        (r"takes \(stride, block=128\): got an unexpected keyword argument 'blok'", "strided(4, blok=2)"))),
+    *(row(combine, T, "compiled masks do not combine with .*combine their patterns") for combine in (
+        lambda: compiled("full", 20) & sf.causal(), lambda: "causal" | compiled("full", 20), lambda: ~compiled("full", 20))),
     # Videos in tile order.
     row(VIDEO.to_tiles, V, r"114 tokens in dimension 1 before .* tile order.*got shape \(2, 192\)", x=zeros(2, 192), dim=1),
     row(VIDEO.to_raster, V, rf"x must have {VIDEO.length} tokens in dimension 0 in tile order", x=zeros(114), dim=0),

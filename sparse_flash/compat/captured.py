@@ -37,6 +37,11 @@ def learned(function: Any) -> str | None:
     return next((path for path, value in _data_of(function, {}) if isinstance(value, torch.Tensor) and value.requires_grad), None)
 
 
+def uses_torch(function: Any) -> bool:
+    """Whether the code names PyTorch, or reads a tensor besides the function's arguments."""
+    return any(value is torch or isinstance(value, torch.Tensor) for _, value in _data_of(function, {}))
+
+
 def state_of(function: Any) -> tuple[object, ...]:
     """Returns a value that stays equal as long as what a function reads is the same and holds the same. Guide: masks."""
     return tuple((path, _state(value)) for path, value in _data_of(function, {}))
@@ -55,11 +60,11 @@ def _state(value: Any) -> object:
 
 
 def _data_of(value: Any, seen: dict, path: str = "", names: _Names = frozenset()) -> Iterator[tuple[str, Any]]:
-    """Yields (how the code writes it, the tensor, array, plain value or code) of a value and what is read through it. seen: the
-    values visited, kept alive, as otherwise another could get the id of one."""
+    """Yields (how the code writes it, the tensor, array, plain value, code or torch) of a value and what is read through it. seen:
+    the values visited, kept alive, as otherwise another could get the id of one."""
     # A method is another object each time that it is read.
     identity = (id(value.__func__), id(value.__self__)) if isinstance(value, MethodType) else id(value)
-    if isinstance(value, (torch.Tensor, np.ndarray, *_PLAIN)):
+    if isinstance(value, (torch.Tensor, np.ndarray, *_PLAIN)) or value is torch:
         yield path, value
     elif (identity, names) in seen:
         yield path, identity  # which of those seen it is

@@ -25,6 +25,9 @@ def import_private(name: str) -> Any:
 # Keyed by identity, for keys without a hash: FlexAttention's masks.
 WeakIdKeyDictionary = import_private("utils.weak:WeakIdKeyDictionary")
 
+# (function, arguments): the function of each value in lists, tuples and dicts.
+tree_map: Callable[..., Any] = import_private("utils._pytree:tree_map")
+
 # () -> int: how many dispatch modes (of exporters, fake tensors, profilers of operators) are active in this thread.
 active_modes: Callable[[], int] = import_private("_C._len_torch_dispatch_stack")
 

@@ -318,9 +318,7 @@ _decode.register_fake(fake_results)
 
 
 @define_operator(
-    "attention_backward",
-    f"Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL}",
-    "Tensor[]",
+    "attention_backward", f"Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL}", "Tensor[]"
 )
 def _backward(dout, dlse, q, k, v, out, lse, *call):
     """[dq, dk, dv], then the gradients of rel_bias and sinks if they are learned."""

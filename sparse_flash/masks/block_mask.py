@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, NoReturn, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -272,6 +272,11 @@ class BlockMask(MaskTables):
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    def _refuse_to_combine(self, *_: object) -> NoReturn:
+        raise TypeError("compiled masks do not combine with & | ~; combine their patterns, and compile the result")
+
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = _refuse_to_combine
+
     def __repr__(self) -> str:
         return (
             f"BlockMask(q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size}, masks={self.masks}, "
@@ -315,7 +320,7 @@ def compile_mask(
     """
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
+        raise TypeError(f"pattern must be a Pattern or its spec text; got {type(pattern).__name__}{_suggest_fix(pattern)}")
     grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
     check_fit(pattern, grid.q_len, grid.kv_len)
     return BlockMask.of_tables(compile_tables(pattern.bind_length(grid.kv_len), grid, progress)).to(device or "cpu")

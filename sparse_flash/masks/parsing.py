@@ -1,6 +1,7 @@
 """Makes patterns of spec text, with errors that point at the column, and text of patterns."""
 
 import ast
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ from .registry import pattern_class
 from .spec import SpecError, split_tokens
 
 _LAYOUT_WORD = re.compile(r"(?<![\w.])layout(?![\w.])(?!\s*[=(])")
+_SIGN_OF = {"and": "&", "or": "|", "not": "~"}
 _CONSTANTS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
@@ -59,7 +61,8 @@ class _Reader:
 
     def fail(self, expected: str) -> NoReturn:
         kind, value, column = self.tokens[self.next]
-        raise SpecError(f"expected {expected}, got {value if kind == 'end' else repr(value)}", self.text, column)
+        way_out = f"; write {_SIGN_OF[value]!r}" if value in _SIGN_OF else ""
+        raise SpecError(f"expected {expected}, got {value if kind == 'end' else repr(value)}{way_out}", self.text, column)
 
     def accept(self, kind: str, value: str | None = None) -> tuple[str, int] | None:
         token_kind, token, column = self.tokens[self.next]
@@ -83,7 +86,7 @@ class _Reader:
         if self.accept("mark", "("):
             inner = self.expression()
             return inner if self.accept("mark", ")") else self.fail("')'")
-        if name := self.accept("name"):
+        if self.tokens[self.next][1] not in _SIGN_OF and (name := self.accept("name")):
             return self.call(*name)
         return self.fail("a pattern name, '~' or '('")
 
@@ -96,6 +99,11 @@ class _Reader:
             cls = pattern_class(name)
         except ValueError as error:
             raise SpecError(str(error), self.text, column) from None
+        try:
+            inspect.signature(cls).bind(*positional, **keyword)
+        except TypeError as error:
+            names = ", ".join(map(str, (one.replace(annotation=one.empty) for one in inspect.signature(cls).parameters.values())))
+            raise SpecError(f"{name} takes ({names}): {error}", self.text, column) from None
         try:
             return cls(*positional, **keyword)
         except (TypeError, ValueError) as error:

@@ -212,10 +212,19 @@ def evaluate_rule(
     pattern: object, name: str, rule: Callable[..., Any], positions: tuple[np.ndarray, ...], shape: tuple[int, ...]
 ) -> np.ndarray:
     """Evaluates a rule at these positions: bool of this shape."""
-    kept = np.asarray(rule(*(one.copy() for one in positions)))  # a rule may change its arguments in place
+    try:
+        kept = np.asarray(rule(*(one.copy() for one in positions)))  # a rule may change its arguments in place
+    except (ValueError, RuntimeError) as error:
+        if "ambiguous" not in str(error):
+            raise
+        way_out = "combine with & | ~ in place of and, or, not; use np.where, np.minimum and np.maximum in place of if, min and max"
+        raise TypeError(f"{name} of {pattern} must take whole arrays of positions; got code for one: {way_out}") from error
     if kept.dtype != bool:
         raise TypeError(f"{name} of {pattern} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
-    return np.broadcast_to(kept, shape)
+    try:
+        return np.broadcast_to(kept, shape)
+    except ValueError:
+        raise ValueError(f"{name} of {pattern} must return a shape that broadcasts to {shape}; got {kept.shape}") from None
 
 
 class DerivedPattern(Pattern):

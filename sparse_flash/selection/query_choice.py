@@ -55,7 +55,7 @@ class QueryChoice:
 def check_q_and_k(q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns q and k, cast as under autocast. Raises TypeError if one is missing or no tensor."""
     if q is None or k is None:
-        raise TypeError("topk_blocks needs q and k, or scores=; got neither")
+        raise TypeError(f"topk_blocks needs q and k, or scores=; got {'no q' if q is None else 'q without k'}")
     check_types(q, k, k)
     return cast_for_autocast(q, k, k)[:2]
 
@@ -118,7 +118,10 @@ def select_packed_by_query(q: Tensor, k: Tensor, how: QueryChoice, cu_seqlens: T
     """By queries and keys of packed documents, (tokens, heads, head_dim)."""
     check_packed(q, k, k)
     if len(q) != len(k) or 0 in (*q.shape, *k.shape):
-        raise ValueError(f"packed queries choose among the keys of their own tokens; got {len(q)} queries and {len(k)} keys")
+        raise ValueError(
+            f"packed queries choose among the keys of their own tokens, and of no tokens none chooses; got {len(q)} queries and "
+            f"{len(k)} keys"
+        )
     side = to_documents("q", q, cu_seqlens, longest)
     place = side.locate()
     axis = block_axis(side, how.block_size)

@@ -227,6 +227,41 @@ def test_a_pattern_follows_a_tensor_of_inference_mode_which_counts_no_changes(dt
     torch.testing.assert_close(sf.attention(q, q, q, pattern), sf.attention(q, q, q, "full"))
 
 
+EARLIER = (torch.arange(700) - 1).clamp(min=0)
+# of: a tensor, or the array of its numbers.
+RULES_OF_DATA = {
+    "unequal": lambda q, kv, of: of[q] != kv,
+    "unequal distance": lambda q, kv, of: q - kv != of[q],
+    "equal, of both": lambda q, kv, of: (q >= kv) & (of[q] // 50 == of[kv] // 50),
+    "data first": lambda q, kv, of: (of[q] // 50 == of[kv] // 50) | (q >= kv),
+    "compared later": lambda q, kv, of: kv >= of[q] // 50 * 50,
+    "arithmetic": lambda q, kv, of: (kv % 3 + of[q] // 2) % (of[kv] % 5 + 1) == 0,
+    "not": lambda q, kv, of: ~(of[q] == kv) ^ (q > kv),
+    "an array of the tensor": lambda q, kv, of: (np.asarray(of)[q] != kv) & (np.asarray(of)[kv] != of[q]),
+    "functions of NumPy": lambda q, kv, of: (np.where(q > kv, 1, 2) != of[kv]) & (np.abs(q - kv) < 40),
+    "of two axes": lambda q, kv, of: (of[:, None] // 9 != of[None] // 9)[q, kv],
+}
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("name", RULES_OF_DATA)
+@pytest.mark.filterwarnings("error")
+def test_a_function_of_a_tensor_keeps_what_it_keeps_of_the_array_of_its_numbers(name, size):
+    rule, array = RULES_OF_DATA[name], EARLIER.numpy()
+    for n in (16, 100, 513):
+        i = np.arange(n)
+        kept = torch.from_numpy(np.broadcast_to(rule(i[:, None], i, array), (n, n)).copy())
+        for data in (EARLIER, array):
+            mask = sf.compile_mask(sf.from_mask_fn(lambda q, kv, of=data: rule(q, kv, of)), n, block_size=size)
+            assert torch.equal(mask.to_dense().view(n, n), kept)
+
+
+def test_a_function_that_names_torch_gets_tensors():
+    for rule in (lambda q, kv: torch.where(q > kv, True, kv % 3 == 0), lambda q, kv: (q - kv).abs() < torch.arange(300)[q] // 3):
+        i = torch.arange(300)
+        assert torch.equal(sf.compile_mask(sf.from_mask_fn(rule), 300).to_dense().view(300, 300), rule(i[:, None], i))
+
+
 def test_a_mask_of_flex_attention_follows_the_data_of_its_function():
     document = torch.zeros(N, dtype=torch.int64)
     rule = and_masks(lambda b, h, q, kv: document[q] == document[kv], lambda b, h, q, kv: q >= kv)

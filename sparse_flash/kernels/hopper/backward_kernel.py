@@ -399,37 +399,12 @@ def _run_wide(p):
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_backward_kernel(
-    q_tensor,
-    k_tensor,
-    v_tensor,
-    dout_tensor,
-    lse_rows,
-    delta_rows,
-    unit_rows,
-    dq_rows,
-    dk_tensor,
-    dv_tensor,
-    pointers,
-    table,
-    mask_batch_stride,
-    mask_head_stride,
-    heads,
-    group,
-    q_len,
-    padded_q_len,
-    padded_kv_len,
-    kv_rows,
-    splits,
-    items,
-    work_tiles,
-    heads_together,
-    scale,
-    score_scale,
-    variant,
-    SHAPE: gl.constexpr,
-    SCORE: gl.constexpr,
-    DERIVATIVE: gl.constexpr,
-):
+    q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows, dq_rows, dk_tensor, dv_tensor, pointers,
+    table, mask_batch_stride, mask_head_stride,
+    heads, group, q_len, padded_q_len, padded_kv_len, kv_rows, splits, items, work_tiles, heads_together,
+    scale, score_scale, variant,
+    SHAPE: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,
+):  # fmt: skip
     """Makes the record that the warps share, and runs the roles. Descriptors are arguments, not in a record, as Triton 3.6 and 3.7
     take none within a tuple; so are integers, as Triton specializes those within one."""
     dtype: gl.constexpr = q_tensor.dtype

@@ -54,30 +54,11 @@ def _tokens_of(starts_ptr, padded, length, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "group", "q_len", "padded_q_len", "share"])
 def prepare_kernel(
-    out_tensor,
-    dout_tensor,
-    lse_ptr,
-    dlse_ptr,
-    dq_ptr,
-    rows_ptr,
-    bounds_ptr,
-    starts_ptr,
-    sinks,
-    sink_sums,
-    heads,
-    group,
-    q_len,
-    padded_q_len,
-    share,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    FIXED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    CUT: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-):
+    out_tensor, dout_tensor, lse_ptr, dlse_ptr, dq_ptr, rows_ptr, bounds_ptr, starts_ptr, sinks, sink_sums,
+    heads, group, q_len, padded_q_len, share,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr, HAS_DLSE: tl.constexpr, FIXED: tl.constexpr,
+    DROPOUT: tl.constexpr, CUT: tl.constexpr, TABLE_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Stores rows for the steps, padded to whole tiles: lse in base 2, +inf if the query keeps nothing; and delta =
     rowsum(dOut * Out) - dLse. With dropout, delta is multiplied by the kept share, by which gradients are divided at the end. Also
     stores zeros, to which dQ is added. With FIXED, also stores the power of two that is the unit of the query's dQ. CUT: whether
@@ -145,19 +126,9 @@ def _store_rows(rows, tile, batch, head, first, stop, TILE: tl.constexpr, DIM: t
 
 @triton.jit(do_not_specialize=["heads", "group", "padded_len", "factor"])
 def finish_kernel(
-    grad_tensor,
-    sums_ptr,
-    unit_ptr,
-    starts_ptr,
-    heads,
-    group,
-    padded_len,
-    factor,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    FIXED: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-):
+    grad_tensor, sums_ptr, unit_ptr, starts_ptr, heads, group, padded_len, factor,
+    DIM: tl.constexpr, TILE: tl.constexpr, FIXED: tl.constexpr, TABLE_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Makes a gradient of its sums, which are in register order: multiplies them by a factor, and converts them to the dtype and
     memory order of the gradient. group: how many consecutive sums make one gradient. TILE: rows of the added tiles. FIXED: whether
     sums are integers, in units of a power of two per row. starts_ptr: see ``_tokens_of``."""
@@ -183,22 +154,10 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=["heads", "listed", "mask_batch_stride", "mask_head_stride", "dk_factor", "dv_factor"])
 def combine_columns_kernel(
-    dk_tensor,
-    dv_tensor,
-    sums_ptr,
-    split_columns,
-    mask_index,
-    mask_batch_stride,
-    mask_head_stride,
-    heads,
-    listed,
-    dk_factor,
-    dv_factor,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-):
+    dk_tensor, dv_tensor, sums_ptr, split_columns, mask_index, mask_batch_stride, mask_head_stride,
+    heads, listed, dk_factor, dv_factor,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr, TABLE_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Stores dK and dV of split columns: sums over their splits, in order. A program computes a tile of dK or of dV, of one head
     and one entry of ``Table.splits``. listed: the number of these entries, and of splits, for each mask."""
     TILES: tl.constexpr = TABLE_BLOCK // TILE

@@ -24,11 +24,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
 from ..common.compat import Constants
 from ..common.config import padded_head_dim
@@ -301,19 +297,7 @@ def _load_tile_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constex
 
 @gluon.jit
 def _fold_steps(
-    p,
-    tile,
-    state,
-    turn,
-    step,
-    begin,
-    end,
-    stream,
-    terms,
-    factor,
-    zeros,
-    HALF_INDEX: gl.constexpr,
-    MASKED: gl.constexpr,
+    p, tile, state, turn, step, begin, end, stream, terms, factor, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr
 ):
     """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile. Each iteration starts
     the scores of its own step and the weighted values of the previous step. Runs and bits share one loop, as each copy of the loop
@@ -510,30 +494,10 @@ def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_forward_kernel(
-    q_tensor,
-    k_tensor,
-    v_tensor,
-    out_tensor,
-    outputs,
-    table,
-    counters,
-    mask_batch_stride,
-    mask_head_stride,
-    heads,
-    group,
-    q_len,
-    kv_len,
-    items,
-    work_tiles,
-    heads_together,
-    split_tiles,
-    score_scale,
-    variant,
-    scales,
-    SHAPE: gl.constexpr,
-    SCORE: gl.constexpr,
-    DERIVATIVE: gl.constexpr,
-):
+    q_tensor, k_tensor, v_tensor, out_tensor, outputs, table, counters, mask_batch_stride, mask_head_stride,
+    heads, group, q_len, kv_len, items, work_tiles, heads_together, split_tiles, score_scale, variant, scales,
+    SHAPE: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,
+):  # fmt: skip
     # Tiles have two dimensions, as products need. Triton 3.9 tracks each byte of every view, so views inside the loops would cost
     # seconds of compilation.
     dtype: gl.constexpr = q_tensor.dtype
@@ -611,21 +575,9 @@ def attention_forward_kernel(
 
 @triton.jit(do_not_specialize=["heads", "q_len", "mask_batch_stride", "mask_head_stride", "listed"])
 def combine_kernel(
-    out_tensor,
-    lse_ptr,
-    split_out,
-    split_lse,
-    split_rows,
-    sinks,
-    mask_index,
-    mask_batch_stride,
-    mask_head_stride,
-    heads,
-    q_len,
-    listed,
-    DIM: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
-):
+    out_tensor, lse_ptr, split_out, split_lse, split_rows, sinks, mask_index, mask_batch_stride, mask_head_stride,
+    heads, q_len, listed, DIM: tl.constexpr, TABLE_ROW: tl.constexpr,
+):  # fmt: skip
     """Merges the results of split rows: weights each split's output by its share of the softmax sum. A program merges ``COMBINED``
     queries of one head and one entry of ``Table.splits``. listed: the number of these entries, and of splits, for each mask."""
     STEPS: tl.constexpr = TABLE_ROW // COMBINED

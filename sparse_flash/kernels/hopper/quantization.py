@@ -117,19 +117,9 @@ def scale_kernel(summary_ptr, mean_ptr, scale_ptr, batch_heads, chunks, tokens, 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def quantize_queries_kernel(
-    q_tensor,
-    eight_tensor,
-    scale_ptr,
-    mean_ptr,
-    lse_ptr,
-    heads,
-    group,
-    tokens,
-    blocks,
-    score_scale,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    q_tensor, eight_tensor, scale_ptr, mean_ptr, lse_ptr, heads, group, tokens, blocks, score_scale,
+    DIM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Rounds blocks of queries, rotated, and multiplies them by the mean key. score_scale: of scores, natural."""
     first, batch_head = tile_and_batch_head(tl.cdiv(blocks, ROUNDED))
     batch, head = batch_head // heads, batch_head % heads

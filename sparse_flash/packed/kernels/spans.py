@@ -351,19 +351,9 @@ def _fill_column(spans, counts, table, starts, column, rows, k_rows, BLOCK: tl.c
 
 @triton.jit(do_not_specialize=["rows", "k_rows"])
 def fill_spans_kernel(
-    spans,
-    counts,
-    bounds,
-    new_runs,
-    by_query,
-    by_key,
-    starts,
-    rows,
-    k_rows,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    spans, counts, bounds, new_runs, by_query, by_key, starts, rows, k_rows,
+    BLOCK: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """by_query, by_key: ``SpanTable``. starts: (rows + 2,) int32, where each block starts and, in the end, how many have tokens;
     None, and so is work, if blocks start at multiples of their size."""
     program = tl.program_id(0)
