@@ -131,7 +131,7 @@ $(BENCH): pyproject.toml constraints.txt
 	$(call environment,$(PYTHON),constraints.txt,all)
 
 $(READY): $(BENCH)
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,docs]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,docs,hub]'
 	@touch $@
 
 .matrix/oldest/.ready: pyproject.toml constraints-oldest.txt

@@ -5,6 +5,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+import torch
+
+from ..compat.dynamo import outside_graphs
+from ..masks.cache import ACCEPTS_ONLY_TEXT, ONLY_TEXT
+from ..masks.pattern import Pattern
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -34,6 +40,9 @@ def advises(function: Callable[P, R]) -> Callable[P, R]:
             if name not in known:
                 advice = _ADVICE.get(name, f"it takes {', '.join(known)}")
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {advice}")
+        if ACCEPTS_ONLY_TEXT and torch.compiler.is_compiling():
+            if any(isinstance(one, Pattern) for one in (*arguments, *keywords.values())):
+                return outside_graphs(function, ONLY_TEXT)(*arguments, **keywords)
         return function(*arguments, **keywords)
 
     return call

@@ -21,9 +21,10 @@ def outside_inference(function: FUNCTION) -> FUNCTION:
     return cast(FUNCTION, call)
 
 
-def outside_graphs(function: FUNCTION) -> FUNCTION:
-    """Decorator: torch.compile breaks the graph at the function, which works on the host; it runs ``outside_inference``."""
-    reason = (
+def outside_graphs(function: FUNCTION, reason: str = "") -> FUNCTION:
+    """Decorator: torch.compile breaks the graph at the function, which works on the host; it runs ``outside_inference``. reason: of
+    the error if a graph may not break."""
+    reason = reason or (
         f"sparse_flash's {function.__name__} works on the host and cannot be part of a graph; call it outside of the compiled "
         "function. attention also takes patterns and their text, and topk_blocks and BlockMask.from_blocks run within graphs"
     )

@@ -14,7 +14,8 @@ MADE = TypeVar("MADE")
 # Masks and tables that captured CUDA graphs use, by id. Replays read them, so all are kept.
 _captured: dict[int, object] = {}
 
-_ACCEPTS_ONLY_TEXT = torch.__version__ < "2.13"  # a TorchVersion, which compares versions as numbers
+ACCEPTS_ONLY_TEXT = torch.__version__ < "2.13"  # a TorchVersion, which compares versions as numbers
+ONLY_TEXT = f"torch.compile of PyTorch {torch.__version__} does not trace Pattern objects; pass pattern.to_spec()"
 
 
 def keep_if_captured(tables: object, device: torch.device) -> None:
@@ -25,8 +26,8 @@ def keep_if_captured(tables: object, device: torch.device) -> None:
 
 def to_traceable(pattern: Pattern | str) -> Pattern | str:
     """The pattern as torch.compile hands it over: the text of one that is made in the graph."""
-    if _ACCEPTS_ONLY_TEXT and isinstance(pattern, Pattern):
-        raise TypeError(f"torch.compile of PyTorch {torch.__version__} does not trace Pattern objects; pass pattern.to_spec()")
+    if ACCEPTS_ONLY_TEXT and isinstance(pattern, Pattern):
+        raise TypeError(ONLY_TEXT)
     return pattern.to_spec() if isinstance(pattern, Pattern) and is_made_in_graph(pattern) else pattern
 
 

@@ -189,7 +189,7 @@ def test_show_draws_tokens_at_small_lengths_and_blocks_at_large_ones(tmp_path):
 
 
 def test_a_terminal_shows_states_by_signs_and_colours():
-    shown = invoke("show causal -n 640", FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR="").output
+    shown = invoke("show causal -n 640", FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR=None).output
     assert all(sign in shown for sign in "·▒█") and "\x1b[34m██" in shown
 
 

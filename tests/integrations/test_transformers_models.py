@@ -234,7 +234,7 @@ class Shard:
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
-MORE_DECODERS = ["cohere", "glm", "granitemoe", "nemotron", "olmo", "olmoe", "persimmon", "qwen2_moe", "qwen3_moe", "stablelm"]
+MORE_DECODERS = ["cohere", "glm", "granitemoe", "olmo", "olmoe", "persimmon", "qwen2_moe", "qwen3_moe", "stablelm"]
 
 
 @torch.no_grad()
