@@ -40,9 +40,9 @@ def advises(function: Callable[P, R]) -> Callable[P, R]:
             if name not in known:
                 advice = _ADVICE.get(name, f"it takes {', '.join(known)}")
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {advice}")
-        if ACCEPTS_ONLY_TEXT and torch.compiler.is_compiling():
-            if any(isinstance(one, Pattern) for one in (*arguments, *keywords.values())):
-                return outside_graphs(function, ONLY_TEXT)(*arguments, **keywords)
+        needs_text = ACCEPTS_ONLY_TEXT and torch.compiler.is_compiling()
+        if needs_text and any(isinstance(one, Pattern) for one in (*arguments, *keywords.values())):
+            return outside_graphs(function, ONLY_TEXT)(*arguments, **keywords)
         return function(*arguments, **keywords)
 
     return call
