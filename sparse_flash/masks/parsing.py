@@ -100,14 +100,10 @@ class _Reader:
         except ValueError as error:
             raise SpecError(str(error), self.text, column) from None
         try:
-            inspect.signature(cls).bind(*positional, **keyword)
-        except TypeError as error:
-            names = ", ".join(map(str, (one.replace(annotation=one.empty) for one in inspect.signature(cls).parameters.values())))
-            raise SpecError(f"{name} takes ({names}): {error}", self.text, column) from None
-        try:
             return cls(*positional, **keyword)
         except (TypeError, ValueError) as error:
-            raise SpecError(str(error), self.text, column) from error
+            said = _misfit(name, inspect.signature(cls), positional, keyword) or str(error)
+            raise SpecError(said, self.text, column) from error
 
     def items(self, closing: str, read_item: Callable[[], None]) -> None:
         """Reads items between commas, and the mark that closes them."""
@@ -153,6 +149,16 @@ class _Reader:
             return tuple(values)
         self.next -= 1
         return self.fail("a number, a string, True, False, None, a pattern or a tuple of them")
+
+
+def _misfit(name: str, signature: inspect.Signature, positional: list[Any], keyword: dict[str, Any]) -> str | None:
+    """What is wrong with these arguments of a pattern, by their number and names alone; None if nothing is."""
+    try:
+        signature.bind(*positional, **keyword)
+    except TypeError as error:
+        names = ", ".join(str(one.replace(annotation=one.empty)) for one in signature.parameters.values())
+        return f"{name} takes ({names}): {error}"
+    return None
 
 
 def _read_number(text: str) -> int | float:
