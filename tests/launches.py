@@ -273,8 +273,8 @@ def choice(shape: Shape, kind: str, block: int, picks: int, bounds=None, compres
     pickers = shape.heads if kind == "given" else shape.kv_heads
     asked = BlockChoice(kind, pickers, picks, block, shape.kv_len, 32, 16)
     pick_blocks.pick_blocks(queries, keys, asked, bounds, lse)
-    if hopper_pick_blocks.supports(queries, asked):
-        hopper_pick_blocks.pick_blocks(queries, keys, asked, bounds)
+    if hopper_pick_blocks.supports(queries, alone := asked._replace(heads=shape.heads)):
+        hopper_pick_blocks.pick_blocks(queries, keys, alone, bounds)
 
 
 def features_of(shape: Shape, chooser, causal: bool):

@@ -119,6 +119,8 @@ def choices() -> None:
     for shape in shapes(LENGTHS):
         for kind in ("mean", "max", "given"):
             launches.choice(shape, kind, 16, 4)
+        for bounds in (None, torch.zeros(shape.q_len, 2, dtype=torch.int32)):
+            launches.choice(shape, "max", 64, 4, bounds)
         for compressed in LENGTHS:
             launches.choice(shape, "softmax", 16, 4, compressed=compressed)
 
