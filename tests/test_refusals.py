@@ -490,7 +490,7 @@ TABLES = (
     row(sf.from_mask_fn, T, r"of \(q, kv\); got one of \(b, h, q, kv\).*create_block_mask takes", fn=lambda b, h, q, kv: q >= kv),
     row("compile", T, "must return booleans; got int64", pattern=sf.from_mask_fn(lambda q, kv: q - kv)),
     row("compile", V, r"a shape that broadcasts to \(1, 128, 128\); got", pattern=sf.from_mask_fn(lambda q, kv: (q > kv)[..., :3])),
-    *(row("compile", T, "must take whole arrays of positions.*in place of and, or", pattern=sf.from_mask_fn(rule)) for rule in (
+    *(row("compile", T, "must take whole arrays of positions.*instead of and, or", pattern=sf.from_mask_fn(rule)) for rule in (
         max, lambda q, kv: q > kv and q > 3, lambda q, kv: torch.abs(q) > kv or q > 3)),
     *(row(sf.parse, V, rf"got '{word}'; write '{sign}'", text=text) for word, sign, text in (
         ("and", "&", "causal and local(3)"), ("or", r"\|", "causal or local(3)"), ("not", "~", "not causal"))),

@@ -30,7 +30,7 @@ class Positions(torch.Tensor):
         return super().__torch_function__(func, (), args, kwargs)
 
     def __array_wrap__(self, array: np.ndarray, *_: object) -> torch.Tensor:
-        """What a function of NumPy returns. PyTorch's takes one argument less, of which NumPy warns."""
+        """Returns what a function of NumPy computed. NumPy warns of PyTorch's own method, which takes fewer arguments."""
         return torch.as_tensor(array).as_subclass(Positions)
 
 

@@ -152,7 +152,7 @@ class _Reader:
 
 
 def _misfit(name: str, signature: inspect.Signature, positional: list[Any], keyword: dict[str, Any]) -> str | None:
-    """What is wrong with these arguments of a pattern, by their number and names alone; None if nothing is."""
+    """Says what is wrong with the number and the names of a pattern's arguments; None if nothing is."""
     try:
         signature.bind(*positional, **keyword)
     except TypeError as error:

@@ -217,7 +217,7 @@ def evaluate_rule(
     except (ValueError, RuntimeError) as error:
         if "ambiguous" not in str(error):
             raise
-        way_out = "combine with & | ~ in place of and, or, not; use np.where, np.minimum and np.maximum in place of if, min and max"
+        way_out = "combine with & | ~ instead of and, or, not; use np.where, np.minimum and np.maximum instead of if, min and max"
         raise TypeError(f"{name} of {pattern} must take whole arrays of positions; got code for one: {way_out}") from error
     if kept.dtype != bool:
         raise TypeError(f"{name} of {pattern} must return booleans; got {kept.dtype}; compare, and combine with & | ~")

@@ -48,10 +48,10 @@ def kernel_variant(
         return NO_VARIANT._replace(sinks=sinks, sinks_gradient=sinks_gradient), NO_SWITCHES, (sinks.dtype,)
     if variant is None:
         return NO_VARIANT, NO_SWITCHES, ()
-    given = NO_VARIANT._replace(**{name: getattr(variant, name) for name in variant.names()})
-    numbers = {"dropout_p": None if variant.seed is None else variant.dropout_p, "softcap": variant.softcap or None}
-    own = {"rel_bias_gradient": rel_bias_gradient, "sinks": sinks, "sinks_gradient": sinks_gradient}
-    given = given._replace(params=variant.score_params or None, **numbers, **own)
+    fields = {name: getattr(variant, name) for name in variant.names()}
+    fields |= {"dropout_p": None if variant.seed is None else variant.dropout_p, "softcap": variant.softcap or None}
+    fields |= {"params": variant.score_params or None, "rel_bias_gradient": rel_bias_gradient}
+    given = NO_VARIANT._replace(**fields | {"sinks": sinks, "sinks_gradient": sinks_gradient})
     switches = {
         "SCORED": variant.scored,
         "REACH": 0 if variant.rel_bias is None else variant.rel_bias.shape[1] // 2,

@@ -95,7 +95,7 @@ def _choices(bounds, token, exists, offset, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _keep_best(scores, column, least, own, best, block):
-    """As in ``pick_blocks``, of the columns that a row may choose."""
+    """Does what ``_keep_best`` of ``pick_blocks`` does, with the columns that a row may choose."""
     possible = (column < own[:, None]) & (column >= least[:, None]) & (scores == scores)
     scores = gl.where(possible, scores, -float("inf"))
     peak = gl.max(scores, 1)
@@ -203,7 +203,7 @@ def supports(source: Tensor, choice) -> bool:
 
 
 def pick_blocks(source: Tensor, keys: Tensor, choice, bounds: Tensor | None) -> Tensor:
-    """As ``selection.choice.choose``."""
+    """Does what ``selection.choice.choose`` does."""
     source, keys = as_addressable(source), as_addressable(keys)
     (batch, heads, q_len, head_dim), keep = source.shape, choice.keep
     picks = torch.empty((batch, heads, q_len, keep), dtype=torch.int32, device=source.device)
