@@ -2,6 +2,7 @@
 mask and the pattern both keep, or is refused. No architecture may be changed, or left unchanged, silently."""
 
 from functools import partial
+from importlib import import_module
 
 import pytest
 import tiny_models as tiny
@@ -234,7 +235,7 @@ class Shard:
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
-MORE_DECODERS = ["cohere", "glm", "granitemoe", "olmo", "olmoe", "persimmon", "qwen2_moe", "qwen3_moe", "stablelm"]
+MORE_DECODERS = ["cohere", "glm", "granitemoe", "nemotron", "olmo", "olmoe", "persimmon", "qwen2_moe", "qwen3_moe", "stablelm"]
 
 
 @torch.no_grad()
@@ -243,6 +244,8 @@ def test_under_a_plan_each_token_of_a_causal_model_is_what_it_is_in_the_whole_se
     more = tiny.EXPERTS | {"attn_logit_softcapping": None, "sliding_window": TOKENS, "attention_chunk_size": TOKENS}
     config = config_of(name, **more, use_sliding_window=True)
     model = made(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    if name == "nemotron" and not hasattr(import_module(type(model).__module__), "ALL_ATTENTION_FUNCTIONS"):
+        pytest.skip("in Transformers 5.8 its layers do not call the attention interface")
     whole = use_sparse_flash(model, Shard(*range(TOKENS)))(words()).logits
     close(use_sparse_flash(model, Shard(3, 4, 9, 21))(words()).logits, whole[:, [3, 4, 9, 21]])
 
